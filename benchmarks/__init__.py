@@ -1,0 +1,1 @@
+"""Measures linear cross entropy: time, peak memory and error of every provider, case by case."""

@@ -1,0 +1,469 @@
+"""Everything that can be measured, behind one interface; libraries are imported when first used."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import IGNORE_INDEX, Case, Inputs
+
+LossFn = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+
+# Half of quack's default chunk, hence half the logits held at once; the default is measured too.
+QUACK_CHUNK_ROWS = 2048
+
+
+class Step(Protocol):
+    """What a provider hands to the timers."""
+
+    def forward(self) -> object:
+        """Runs the forward half; gradients are recorded if the case asks for them."""
+
+    def full(self) -> Tensor | None:
+        """Runs forward and backward; gradients land in the leaves. Returns the loss, if any."""
+
+
+class LossStep:
+    """A loss function over the inputs of a case."""
+
+    def __init__(self, loss_fn: LossFn, inputs: Inputs, case: Case) -> None:
+        self._loss_fn = loss_fn
+        self._inputs = inputs
+        self._training = case.mode == "full"
+
+    def forward(self) -> Tensor:
+        """Computes the loss."""
+        inputs = self._inputs
+        with torch.set_grad_enabled(self._training):
+            return self._loss_fn(inputs.input, inputs.weight, inputs.target, inputs.bias)
+
+    def full(self) -> Tensor:
+        """Computes the loss and its gradients, which replace those of the last pass."""
+        self._inputs.clear_grads()
+        loss = self.forward()
+        if self._training:
+            torch.autograd.backward(loss)
+        return loss.detach()
+
+
+class FloorStep:
+    """The bare products a case cannot do without, into buffers made beforehand.
+
+    Ignored rows are left out. The gradient products read the true gradient of the logits, since
+    how much power a product draws, and so how fast it runs, depends on its data.
+    """
+
+    def __init__(self, inputs: Inputs, case: Case) -> None:
+        valid = inputs.target != IGNORE_INDEX
+        self._training = case.mode == "full"
+        self._frozen = case.frozen_weight
+        self._input = inputs.input.detach()[valid]
+        self._weight = inputs.weight.detach()
+        self._logits = self._input.new_empty(case.valid_rows, case.V)
+        if self._training:
+            self._grad_logits = _logits_gradient(self._input, self._weight, inputs.target[valid])
+            self._grad_input = torch.empty_like(self._input)
+            if not self._frozen:
+                self._grad_weight = torch.empty_like(self._weight)
+
+    def forward(self) -> None:
+        """One product: the logits."""
+        torch.mm(self._input, self._weight.t(), out=self._logits)
+
+    def full(self) -> None:
+        """Three products, two when the weight is frozen, one without gradients."""
+        self.forward()
+        if not self._training:
+            return
+        torch.mm(self._grad_logits, self._weight, out=self._grad_input)
+        if not self._frozen:
+            torch.mm(self._grad_logits.t(), self._input, out=self._grad_weight)
+
+
+def _logits_gradient(x: Tensor, weight: Tensor, target: Tensor, chunk_rows: int = 1024) -> Tensor:
+    """Gradient of the mean cross entropy with respect to the logits, ``[N, V]`` in x's dtype."""
+    gradient = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        part = torch.softmax((x[rows] @ weight.t()).float(), dim=-1)
+        part[torch.arange(part.shape[0], device=x.device), target[rows]] -= 1.0
+        gradient[rows] = part.div_(x.shape[0])
+    return gradient
+
+
+def plain_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The loss as models write it: projection, fp32 logits, mean cross entropy."""
+    logits = F.linear(input, weight, bias).float()
+    return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation.
+
+    Attributes:
+        name: What the command line and the results call it.
+        summary: One line for ``list``.
+        accum: How ``grad_weight`` is summed over chunks: ``"fp32"``, ``"weight"`` (the weight's
+            dtype), ``"none"`` (one product), ``"auto"`` (the library decides) or ``"case"`` (as the
+            case says).
+        module: Module that must be importable, if any.
+        declines: Why it cannot take a case, or None.
+        build: Makes the step; may compile, and may raise.
+    """
+
+    name: str
+    summary: str
+    accum: str
+    build: Callable[[Case, Inputs], Step]
+    module: str | None = None
+    declines: Callable[[Case, torch.device], str | None] = lambda case, device: None
+
+    def available(self, case: Case, device: torch.device) -> str | None:
+        """Says why this provider cannot run a case on a device; None when it can."""
+        if self.module is not None:
+            _find_own_packages()
+            if importlib.util.find_spec(self.module) is None:
+                return f"{self.module} is not installed"
+        return self.declines(case, device)
+
+    def accum_for(self, case: Case) -> str:
+        """The accumulation a row of the results names."""
+        return case.accum if self.accum == "case" else self.accum
+
+
+def _find_own_packages() -> None:
+    """Makes ``greyhound_lowering`` importable from a checkout that is not installed."""
+    source_root = Path(__file__).resolve().parent.parent / "lowering"
+    if importlib.util.find_spec("greyhound_lowering") is None and source_root.is_dir():
+        sys.path.append(str(source_root))
+
+
+# --- torch's own -----------------------------------------------------------------------------
+
+
+def _build_eager(case: Case, inputs: Inputs) -> Step:
+    return LossStep(plain_linear_cross_entropy, inputs, case)
+
+
+@contextlib.contextmanager
+def _cold_caches() -> Iterator[None]:
+    """Keeps a compile from being answered out of a cache that another provider filled."""
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+def _build_compiled(
+    case: Case,
+    inputs: Inputs,
+    tag: str,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **compile_options: Any,
+) -> Step:
+    """Compiles the plain loss and runs it once, so that the backward is compiled too.
+
+    Dynamo keeps compiled code with the code object and does not look at Inductor's settings, so
+    each provider compiles a code object of its own.
+    """
+    code = plain_linear_cross_entropy.__code__.replace(co_name=f"linear_cross_entropy_{tag}")
+    plain = types.FunctionType(code, plain_linear_cross_entropy.__globals__)
+    with _cold_caches(), context():
+        step = LossStep(torch.compile(plain, **compile_options), inputs, case)
+        step.full()
+    return step
+
+
+def _build_compile(case: Case, inputs: Inputs) -> Step:
+    return _build_compiled(case, inputs, "compile")
+
+
+def _build_autochunk(case: Case, inputs: Inputs) -> Step:
+    return _build_compiled(case, inputs, "autochunk", options={"auto_chunker.enable": True})
+
+
+def _declines_autochunk(case: Case, device: torch.device) -> str | None:
+    import torch._inductor.config as inductor_config
+
+    has_it = hasattr(inductor_config, "auto_chunker")
+    return None if has_it else f"torch {torch.__version__} has no auto-chunker"
+
+
+def _build_torch_lce(case: Case, inputs: Inputs) -> Step:
+    nn: Any = torch.nn  # the options are newer than the oldest torch this runs on
+    options = nn.LinearCrossEntropyOptions()
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear_cross_entropy(  # type: ignore[no-any-return]
+            x, weight, target, linear_bias=bias, ignore_index=IGNORE_INDEX, options=options
+        )
+
+    return LossStep(loss, inputs, case)
+
+
+def _declines_torch_lce(case: Case, device: torch.device) -> str | None:
+    has_it = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if has_it else f"torch {torch.__version__} has no chunked linear_cross_entropy"
+
+
+# --- this project's --------------------------------------------------------------------------
+
+
+def _build_op(accum: str | None) -> Callable[[Case, Inputs], Step]:
+    def build(case: Case, inputs: Inputs) -> Step:
+        op = importlib.import_module("greyhound_ops.functional").chunked_linear_cross_entropy
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            return op(  # type: ignore[no-any-return]
+                x,
+                weight,
+                target,
+                bias,
+                ignore_index=IGNORE_INDEX,
+                grad_weight_accum_dtype=accum or case.accum,
+            )
+
+        return LossStep(loss, inputs, case)
+
+    return build
+
+
+def _rewritten_count(lowering: Any) -> int:
+    return int(lowering.explain().rewritten_count)
+
+
+def _build_rewritten(case: Case, inputs: Inputs) -> Step:
+    lowering = importlib.import_module("greyhound_lowering")
+
+    def settings() -> AbstractContextManager[Any]:
+        if case.accum == "fp32":
+            return nullcontext()
+        return lowering.enabled(grad_weight_accum_dtype=case.accum)  # type: ignore[no-any-return]
+
+    before = _rewritten_count(lowering)
+    step = _build_compiled(case, inputs, "rewritten", settings, backend="greyhound")
+    _require_rewrite(lowering, before)
+    return step
+
+
+def _build_rewritten_weight(case: Case, inputs: Inputs) -> Step:
+    lowering = importlib.import_module("greyhound_lowering")
+    before = _rewritten_count(lowering)
+    step = _build_compiled(
+        case,
+        inputs,
+        "rewritten_weight",
+        lambda: lowering.enabled(grad_weight_accum_dtype="weight"),
+    )
+    _require_rewrite(lowering, before)
+    return step
+
+
+def _require_rewrite(lowering: Any, before: int) -> None:
+    """Fails when a compile left the graph as it was, which would time plain torch.compile."""
+    after = _rewritten_count(lowering)
+    if after == 0 or after == before:
+        raise RuntimeError(
+            f"nothing was rewritten (rewritten_count {before} -> {after}): {lowering.explain()}"
+        )
+
+
+# --- other libraries -------------------------------------------------------------------------
+
+
+def _peer_declines(*, bias: bool) -> Callable[[Case, torch.device], str | None]:
+    def declines(case: Case, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA GPU"
+        if case.bias and not bias:
+            return "takes no bias"
+        return None
+
+    return declines
+
+
+def _build_liger(accum: torch.dtype | None) -> Callable[[Case, Inputs], Step]:
+    def build(case: Case, inputs: Inputs) -> Step:
+        function = importlib.import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            # Positions: ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+            # softcap, return_z_loss, accum_dtype.
+            options = (None, IGNORE_INDEX, 0.0, 0.0, "mean", None, False, accum)
+            return function.apply(x, weight, target, bias, *options)[0]  # type: ignore[no-any-return]
+
+        return LossStep(loss, inputs, case)
+
+    return build
+
+
+def _build_quack(chunk_rows: int) -> Callable[[Case, Inputs], Step]:
+    def build(case: Case, inputs: Inputs) -> Step:
+        quack = importlib.import_module("quack.linear_cross_entropy")
+        # The library's own module takes its unchunked path for such sizes; so does this.
+        chunked = all(size % 8 == 0 for size in (case.N, case.D, case.V))
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            if chunked:
+                return quack.chunked_linear_cross_entropy(  # type: ignore[no-any-return]
+                    x, weight, target, chunk_size=chunk_rows, ignore_index=IGNORE_INDEX
+                )
+            return quack.linear_cross_entropy_func(  # type: ignore[no-any-return]
+                x, weight, None, target, ignore_index=IGNORE_INDEX
+            )
+
+        return LossStep(loss, inputs, case)
+
+    return build
+
+
+def _build_cce(filter_eps: str | None) -> Callable[[Case, Inputs], Step]:
+    def build(case: Case, inputs: Inputs) -> Step:
+        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            return function(  # type: ignore[no-any-return]
+                x, weight, target, ignore_index=IGNORE_INDEX, filter_eps=filter_eps
+            )
+
+        return LossStep(loss, inputs, case)
+
+    return build
+
+
+def _declines_cce(case: Case, device: torch.device) -> str | None:
+    if case.mode == "full" and case.dtype not in (torch.float16, torch.bfloat16):
+        return "gradients need fp16 or bf16"
+    return _peer_declines(bias=False)(case, device)
+
+
+FLOOR = Provider(
+    "floor",
+    "the bare matrix products: three, two with a frozen weight, one forward",
+    "none",
+    lambda case, inputs: FloorStep(inputs, case),
+)
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        FLOOR,
+        Provider("eager", "F.linear, .float(), F.cross_entropy", "none", _build_eager),
+        Provider("compile", "the same under torch.compile", "none", _build_compile),
+        Provider(
+            "autochunk",
+            "the same with Inductor's auto-chunker enabled",
+            "none",
+            _build_autochunk,
+            declines=_declines_autochunk,
+        ),
+        Provider("op", "chunked_linear_cross_entropy", "case", _build_op(None), "greyhound_ops"),
+        Provider(
+            "op_weight",
+            "the same, accumulating in the weight's dtype",
+            "weight",
+            _build_op("weight"),
+            "greyhound_ops",
+        ),
+        Provider(
+            "rewritten",
+            "the plain loss under torch.compile(backend='greyhound')",
+            "case",
+            _build_rewritten,
+            "greyhound_lowering",
+        ),
+        Provider(
+            "rewritten_weight",
+            "the plain loss compiled inside enabled(grad_weight_accum_dtype='weight')",
+            "weight",
+            _build_rewritten_weight,
+            "greyhound_lowering",
+        ),
+        Provider(
+            "liger",
+            "Liger-Kernel, its defaults",
+            "weight",
+            _build_liger(None),
+            "liger_kernel",
+            _peer_declines(bias=True),
+        ),
+        Provider(
+            "liger_fp32",
+            "Liger-Kernel, accum_dtype=float32",
+            "fp32",
+            _build_liger(torch.float32),
+            "liger_kernel",
+            _peer_declines(bias=True),
+        ),
+        Provider(
+            "quack",
+            f"quack, chunks of {QUACK_CHUNK_ROWS} rows",
+            "fp32",
+            _build_quack(QUACK_CHUNK_ROWS),
+            "quack",
+            _peer_declines(bias=False),
+        ),
+        Provider(
+            "quack4096",
+            "quack, its default chunks of 4096 rows",
+            "fp32",
+            _build_quack(4096),
+            "quack",
+            _peer_declines(bias=False),
+        ),
+        Provider(
+            "cce",
+            "Cut Cross Entropy, its defaults (gradient filter on)",
+            "weight",
+            _build_cce("high"),
+            "cut_cross_entropy",
+            _declines_cce,
+        ),
+        Provider(
+            "cce_exact",
+            "Cut Cross Entropy, gradient filter off",
+            "weight",
+            _build_cce(None),
+            "cut_cross_entropy",
+            _declines_cce,
+        ),
+        Provider(
+            "torch_lce",
+            "torch.nn.functional.linear_cross_entropy, default options",
+            "auto",
+            _build_torch_lce,
+            declines=_declines_torch_lce,
+        ),
+    )
+}
+
+
+def select(names: str) -> list[Provider]:
+    """Looks providers up by a comma-separated list of names, or ``all``.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    if names == "all":
+        return list(PROVIDERS.values())
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in PROVIDERS]:
+        raise ValueError(
+            f"unknown provider {', '.join(unknown)}: expected all or {', '.join(PROVIDERS)}"
+        )
+    return [PROVIDERS[name] for name in dict.fromkeys(wanted)]

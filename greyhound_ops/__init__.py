@@ -1,0 +1,29 @@
+"""Linear projection plus loss without the logits: chunked ops for PyTorch.
+
+``greyhound_ops.functional`` and ``greyhound_ops.modules`` hold what people call;
+``torch.ops.greyhound`` the ops under them; the package ``greyhound_lowering`` the rewrite that puts
+them into unchanged models under ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from greyhound_ops import config, errors, functional, modules
+from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.modules import ChunkedLinearCrossEntropyLoss
+
+try:
+    __version__ = version("greyhound-ops")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0.1.0"
+
+__all__ = [
+    "ChunkedLinearCrossEntropyLoss",
+    "__version__",
+    "chunked_linear_cross_entropy",
+    "config",
+    "errors",
+    "functional",
+    "modules",
+]

@@ -1,0 +1,1 @@
+"""A language model trained without and with the rewrite: ``python -m greyhound_ops.demo``."""

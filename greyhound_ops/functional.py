@@ -1,0 +1,105 @@
+"""Linear projection plus loss in one call, without the logits.
+
+N rows (tokens), D hidden size, V vocabulary (classes).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import greyhound_ops.ops  # noqa: F401  registers the ops
+from greyhound_ops import validation
+
+__all__ = ["chunked_linear_cross_entropy"]
+
+
+def chunked_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    grad_weight_accum_dtype: str = "fp32",
+) -> Tensor:
+    """Cross entropy of ``input @ weight.T + bias`` against ``target``, computed in row chunks.
+
+    Equals ``torch.nn.functional.cross_entropy(F.linear(input, weight, bias).float(), target)`` but
+    for one thing: the mean over no counting row at all is 0, with zero gradients, where torch has
+    NaN. A graph rewritten by ``greyhound_lowering`` keeps torch's NaN.
+
+    The logits are ``softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap)``, without
+    the cap ``logit_scale * (input @ weight.T + bias)``.
+
+    Args:
+        input: Hidden states ``[..., D]``, bf16, fp16, fp32 or fp64, any strides.
+        weight: Projection ``[V, D]``, dtype of ``input`` unless under `torch.autocast`; the
+            transpose of a contiguous ``[D, V]`` is as good.
+        target: Classes ``[...]``, int64 or int32, in ``[0, V)`` or ``ignore_index``.
+        bias: ``[V]`` or None.
+        class_weight: ``[V]`` or None; the mean then divides by the sum of the targets' weights, as
+            torch's does. Not differentiable.
+        ignore_index: Rows with this target count nowhere: not in the loss, not in the divisor, and
+            their gradients are exactly zero. Any integer.
+        reduction: ``"mean"`` (over the rows that count), ``"sum"`` or ``"none"``.
+        label_smoothing: In ``[0, 1]``.
+        z_loss: Multiplier of the squared log-sum-exp of each row that counts, reduced like the
+            cross entropy (PaLM, arXiv:2204.02311). 0 is exactly plain cross entropy.
+        logit_scale: Factor on the logits (Cohere, Granite).
+        softcap: Cap of the logits (Gemma 2, arXiv:2408.00118), or None.
+        chunk_size: Rows per chunk, or None for the plan of `greyhound_ops.chunking`. The result
+            does not depend on it beyond rounding.
+        grad_weight_accum_dtype: ``"fp32"`` sums the chunks' contributions to ``grad_weight`` in
+            float32; ``"weight"`` in the dtype of the weight, which saves one fp32 ``[V, D]``.
+
+    Returns:
+        Loss in fp32 (fp64 for fp64 input): a scalar, or ``[...]`` for ``"none"``.
+
+    Raises:
+        TypeError: A dtype that is not supported, or input and weight of different dtypes outside
+            autocast.
+        ValueError: A shape, device, reduction or option that is not as above.
+        TargetOutOfRangeError: On CPU, a target outside ``[0, V)`` that is not ``ignore_index``. On
+            CUDA that row's loss and gradient become NaN without waiting for the device;
+            `greyhound_ops.config.configure(checks=True)` makes it an error there too.
+        NotDifferentiableTwiceError: When a gradient of this is differentiated again.
+        ForwardModeError: Under forward-mode differentiation.
+
+    Note:
+        Memory above the inputs: one chunk of logits (at most 512 MiB on CUDA when ``weight`` needs
+        a gradient, 128 MiB otherwise) and the gradients themselves. A tensor that needs no gradient
+        costs no buffer and no product. No host synchronisation; capturable in a CUDA graph;
+        deterministic for a given GPU and shape. The gradients are made in the forward when
+        ``reduction`` is a scalar one; with ``"none"`` the backward projects once more.
+    """
+    validation.check_choice("reduction", reduction, validation.REDUCTIONS)
+    grad_mode = torch.is_grad_enabled()
+    if class_weight is not None and class_weight.requires_grad and grad_mode:
+        raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
+    loss: Tensor = torch.ops.greyhound.linear_cross_entropy(
+        input,
+        weight,
+        target,
+        bias,
+        class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        logit_scale=float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
+        chunk_size=chunk_size,
+        grad_weight_accum_dtype=grad_weight_accum_dtype,
+        need_grad_input=grad_mode and input.requires_grad,
+        need_grad_weight=grad_mode and weight.requires_grad,
+        need_grad_bias=grad_mode and bias is not None and bias.requires_grad,
+    )[0]
+    return loss

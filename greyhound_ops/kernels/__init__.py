@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers; no ``torch.library``, no autograd in here."""

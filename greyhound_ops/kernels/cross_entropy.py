@@ -1,0 +1,261 @@
+"""Loss and logits gradient of one chunk of logits, in one launch, in place.
+
+One program owns one row: a first pass over the row finds its log-sum-exp, a second one, served by
+L2, replaces the logits by their gradient. The chunk buffer belongs to the op, so writing over it
+harms nobody.
+
+Derivation, for a row with logits ``x``, ``z = c * tanh(s * x / c)`` (or ``z = s * x``), target
+``t``, class weights ``w``, smoothing ``e``, ``p = softmax(z)``, ``L = logsumexp(z)``::
+
+    loss      = (1 - e) * w_t * (L - z_t) + e / V * sum_j w_j * (L - z_j) + zeta * L^2
+    dloss/dz_j = p_j * [(1 - e) * w_t + e / V * sum_j w_j + 2 * zeta * L]
+                 - (1 - e) * w_t * (j == t) - e / V * w_j
+    dz/dx     = s * (1 - (z / c)^2)          (s without a cap)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _transform(x, logit_scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SCALE:
+        x = x * logit_scale
+    if HAS_SOFTCAP:
+        # tanh by one exp, exact at both infinities; libdevice's is not there in the interpreter.
+        e = tl.exp(-2.0 * tl.abs(x) / softcap)
+        t = (1.0 - e) / (1.0 + e)
+        x = softcap * tl.where(x < 0, -t, t)
+    return x
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,  # [C, V], row stride logits_stride, unit column stride; overwritten if WRITE_GRAD
+    logits_stride,
+    target_ptr,  # [C] int32 or int64
+    target_stride,
+    loss_ptr,  # [C] out, float32
+    lse_ptr,  # [C] out, or in if READ_LSE
+    class_weight_ptr,  # [V], float32, or None
+    class_weight_sum_ptr,  # scalar, float32, or None
+    grad_scale_ptr,  # scalar factor of the gradient, float32, or None
+    row_scale_ptr,  # [C] factor of each row's gradient, or None
+    row_scale_stride,
+    num_classes,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    gain,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    READ_LSE: tl.constexpr,
+    WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # 64-bit row offsets: C * V passes 2^31 at 16384 rows of a 131072 vocabulary.
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    columns = tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row * target_stride).to(tl.int64)
+
+    if target == ignore_index:
+        if not READ_LSE:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(lse_ptr + row, 0.0)
+        if WRITE_GRAD:
+            # Zeros by store, not by a product with zero: these logits may be inf or NaN.
+            for start in range(0, num_classes, BLOCK):
+                j = start + columns
+                zeros = tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + j, zeros, mask=j < num_classes)
+    else:
+        in_range = (target >= 0) & (target < num_classes)
+        # A target outside the row is never used as an offset; it poisons its row instead.
+        safe_target = tl.where(in_range, target, 0)
+        poison = tl.where(in_range, 0.0, float("nan")).to(tl.float32)
+
+        target_weight = tl.full([], 1.0, tl.float32)
+        weight_sum = tl.full([], 1.0, tl.float32) * num_classes
+        if HAS_CLASS_WEIGHT:
+            target_weight = tl.load(class_weight_ptr + safe_target).to(tl.float32)
+            weight_sum = tl.load(class_weight_sum_ptr).to(tl.float32)
+        hard = target_weight
+        smooth = tl.full([], 0.0, tl.float32)
+        if HAS_SMOOTHING:
+            hard = (1.0 - label_smoothing) * target_weight
+            smooth = tl.full([], 1.0, tl.float32) * label_smoothing / num_classes
+
+        if READ_LSE:
+            lse = tl.load(lse_ptr + row).to(tl.float32)
+        else:
+            top = tl.full([], float("-inf"), tl.float32)
+            total = tl.full([], 0.0, tl.float32)
+            weighted = tl.full([], 0.0, tl.float32)
+            for start in range(0, num_classes, BLOCK):
+                j = start + columns
+                inside = j < num_classes
+                x = tl.load(
+                    row_ptr + j, mask=inside, other=float("-inf"), eviction_policy="evict_last"
+                ).to(tl.float32)
+                z = _transform(x, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+                # Padding must stay -inf: a cap would turn it into -c, a negative scale into +inf.
+                z = tl.where(inside, z, float("-inf"))
+                # Triton's max drops NaN, as IEEE maxNum does; exp below brings it back.
+                block_top = tl.maximum(top, tl.max(z, 0))
+                # All -inf so far: subtracting -inf from -inf would be NaN, where the sum is 0.
+                reference = tl.where(block_top == float("-inf"), 0.0, block_top)
+                total = total * tl.exp(top - reference) + tl.sum(tl.exp(z - reference), 0)
+                top = block_top
+                if HAS_SMOOTHING:
+                    if HAS_CLASS_WEIGHT:
+                        w = tl.load(class_weight_ptr + j, mask=inside, other=0.0).to(tl.float32)
+                        weighted += tl.sum(tl.where(inside, w * z, 0.0), 0)
+                    else:
+                        weighted += tl.sum(tl.where(inside, z, 0.0), 0)
+            lse = top + tl.log(total)
+            z_target = _transform(
+                tl.load(row_ptr + safe_target).to(tl.float32),
+                logit_scale,
+                softcap,
+                HAS_SCALE,
+                HAS_SOFTCAP,
+            )
+            loss = hard * (lse - z_target)
+            if HAS_SMOOTHING:
+                loss += smooth * (weight_sum * lse - weighted)
+            if HAS_Z_LOSS:
+                loss += z_loss * lse * lse
+            tl.store(loss_ptr + row, loss + poison)
+            tl.store(lse_ptr + row, lse)
+
+        if WRITE_GRAD:
+            scale = poison + gain
+            if HAS_GRAD_SCALE:
+                scale *= tl.load(grad_scale_ptr).to(tl.float32)
+            if HAS_ROW_SCALE:
+                scale *= tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
+            if HAS_SCALE:
+                scale *= logit_scale
+            mass = hard
+            if HAS_SMOOTHING:
+                mass += smooth * weight_sum
+            if HAS_Z_LOSS:
+                mass += 2.0 * z_loss * lse
+            # The target's logit is read above by every thread of the program and written below by
+            # one: without a barrier a fast warp would overwrite it under a slow one.
+            tl.debug_barrier()
+            for start in range(0, num_classes, BLOCK):
+                j = start + columns
+                inside = j < num_classes
+                x = tl.load(
+                    row_ptr + j, mask=inside, other=float("-inf"), eviction_policy="evict_first"
+                ).to(tl.float32)
+                z = _transform(x, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+                grad = mass * tl.exp(z - lse) - tl.where(j == target, hard, 0.0)
+                if HAS_SMOOTHING:
+                    if HAS_CLASS_WEIGHT:
+                        w = tl.load(class_weight_ptr + j, mask=inside, other=0.0).to(tl.float32)
+                        grad -= smooth * w
+                    else:
+                        grad -= smooth
+                if HAS_SOFTCAP:
+                    capped = z / softcap
+                    grad *= 1.0 - capped * capped
+                grad *= scale
+                tl.store(
+                    row_ptr + j,
+                    grad.to(logits_ptr.dtype.element_ty),
+                    mask=inside,
+                )
+
+
+def _launch_shape(num_classes: int) -> tuple[int, int]:
+    """Block of columns and warps for one row."""
+    block = min(max(triton.next_power_of_2(num_classes), 128), 16384)
+    warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
+    return block, warps
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    loss: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    class_weight: torch.Tensor | None,
+    class_weight_sum: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    logit_scale: float,
+    softcap: float | None,
+    gain: float,
+    read_lse: bool,
+    write_grad: bool,
+) -> None:
+    """Write the losses and log-sum-exps of a chunk, and its logits gradient over the logits.
+
+    Args:
+        logits: ``[C, V]``, unit column stride; holds the gradient afterwards if ``write_grad``.
+        target: ``[C]`` int32 or int64.
+        loss: ``[C]`` out, float32, contiguous; untouched if ``read_lse``.
+        lse: ``[C]`` out (in if ``read_lse``), float32, contiguous.
+        class_weight: ``[V]`` contiguous, or None.
+        class_weight_sum: Scalar on the device, with ``class_weight``.
+        grad_scale: Scalar on the device that multiplies the gradient, or None.
+        row_scale: ``[C]``, multiplies the gradient row by row, any stride, or None.
+        ignore_index: Target value of rows that do not count; they get zeros.
+        label_smoothing: In ``[0, 1]``.
+        z_loss: Multiplier of the squared log-sum-exp.
+        logit_scale: Factor on the logits.
+        softcap: Cap of the logits, or None.
+        gain: Host factor on the gradient.
+        read_lse: Take the log-sum-exp from ``lse`` instead of making it.
+        write_grad: Overwrite the logits with their gradient.
+    """
+    rows, num_classes = logits.shape
+    if rows == 0:
+        return
+    block, warps = _launch_shape(num_classes)
+    cross_entropy_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        target,
+        target.stride(0),
+        loss,
+        lse,
+        class_weight,
+        class_weight_sum,
+        grad_scale,
+        row_scale,
+        0 if row_scale is None else row_scale.stride(0),
+        num_classes,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        logit_scale,
+        0.0 if softcap is None else softcap,
+        gain,
+        HAS_CLASS_WEIGHT=class_weight is not None,
+        HAS_SMOOTHING=label_smoothing != 0.0,
+        HAS_Z_LOSS=z_loss != 0.0,
+        HAS_SCALE=logit_scale != 1.0,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_GRAD_SCALE=grad_scale is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        READ_LSE=read_lse,
+        WRITE_GRAD=write_grad,
+        BLOCK=block,
+        num_warps=warps,
+    )

@@ -1,0 +1,245 @@
+"""The chunk loop that every op shares: project some rows, fold their gradient, reuse the buffer.
+
+Memory while it runs: one buffer of ``[rows, V]`` logits and the gradients that were asked for. A
+gradient that was not asked for has no buffer and no matrix product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from greyhound_ops import chunking
+from greyhound_ops.config import settings
+
+# fp16 logits gradients are made 2^8 times too large and the products scale them back: an average
+# probability of a 128k vocabulary, 8e-6, lies below fp16's smallest normal number, 6e-5, and would
+# be rounded to two or three bits.
+FP16_GAIN = 256.0
+
+# grad_weight accumulated in fp16 itself is kept 2^10 times too small until the backward: the plain
+# sum over N rows would pass 65504 at N * |input| = 65504.
+FP16_ACCUM_GAIN = 1024.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientNeeds:
+    """Which gradients to make."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+    def __bool__(self) -> bool:
+        return self.input or self.weight or self.bias
+
+
+def defers_division(compute_dtype: torch.dtype) -> bool:
+    """Whether gradients are kept undivided until the backward.
+
+    fp16 has no room below: a mean gradient over 8192 rows would lose its small elements before a
+    `torch.amp.GradScaler` could lift them. So the sum is kept, and divided in the backward together
+    with the upstream factor, in float32.
+    """
+    return compute_dtype == torch.float16
+
+
+def accumulator_dtype(
+    weight_dtype: torch.dtype, compute_dtype: torch.dtype, accum: str
+) -> torch.dtype:
+    """Dtype in which ``grad_weight`` is summed over the chunks."""
+    if torch.float64 in (weight_dtype, compute_dtype):
+        return torch.float64
+    if accum == "weight" and weight_dtype == compute_dtype:
+        return weight_dtype
+    return torch.float32
+
+
+def stored_weight_dtype(
+    weight_dtype: torch.dtype, compute_dtype: torch.dtype, accum: str
+) -> torch.dtype:
+    """Dtype in which the forward hands ``grad_weight`` to the backward."""
+    if defers_division(compute_dtype):
+        return accumulator_dtype(weight_dtype, compute_dtype, accum)
+    return weight_dtype
+
+
+def stored_bias_dtype(bias_dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which the forward hands ``grad_bias`` to the backward: never less than float32."""
+    return torch.promote_types(bias_dtype, torch.float32)
+
+
+def empty(like: Tensor) -> Tensor:
+    """What stands for a gradient that was not asked for."""
+    return like.new_empty(0)
+
+
+def row_major(weight: Tensor) -> bool:
+    """Whether a ``[V, D]`` gradient is laid out row by row, like its weight."""
+    return weight.stride(0) >= weight.stride(1)
+
+
+def empty_grad_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A dense ``[V, D]`` buffer in the order of the weight's strides.
+
+    A head stored ``[D, V]`` reaches the op as its transpose; its gradient must come back in the
+    same layout, or autograd would copy it.
+    """
+    num_classes, hidden = weight.shape
+    if row_major(weight):
+        return weight.new_empty((num_classes, hidden), dtype=dtype)
+    return weight.new_empty((hidden, num_classes), dtype=dtype).t()
+
+
+def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool, alpha: float) -> None:
+    """``out = (0 if first else out) + alpha * left @ right`` without a temporary of out's size."""
+    if not row_major(out):
+        out, left, right = out.t(), right.t(), left.t()
+    if left.dtype == right.dtype == out.dtype:
+        # beta=0 reads nothing: what the fresh buffer holds, NaN too, does not matter.
+        torch.addmm(out, left, right, beta=0 if first else 1, alpha=alpha, out=out)
+    elif out.is_cuda and out.dtype == torch.float32:
+        # cuBLAS multiplies bf16 or fp16 and adds into fp32 in the product's own epilogue.
+        torch.addmm(
+            out, left, right, out_dtype=out.dtype, beta=0 if first else 1, alpha=alpha, out=out
+        )
+    else:
+        torch.addmm(
+            out, left.to(out.dtype), right.to(out.dtype), beta=0 if first else 1, alpha=alpha,
+            out=out,
+        )  # fmt: skip
+
+
+class ChunkLoop:
+    """Projects rows chunk by chunk and folds each chunk's logits gradient.
+
+    Args:
+        input: ``[N, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        needs: Gradients to make.
+        compute_dtype: Dtype of the products and of the logits.
+        accum: ``"fp32"`` or ``"weight"``.
+        chunk_size: Rows per chunk, or None for the plan.
+        gain: Factor that the logits gradients carry; taken off by the products.
+    """
+
+    def __init__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        needs: GradientNeeds,
+        compute_dtype: torch.dtype,
+        accum: str,
+        chunk_size: int | None,
+        gain: float,
+    ) -> None:
+        self.num_rows = input.shape[0]
+        self.needs = needs
+        self.gain = gain
+        self._input_dtype = input.dtype
+        self._input = input.to(compute_dtype)
+        self._weight = weight.to(compute_dtype)
+        if 1 not in self._weight.stride() and self._weight.numel() > 1:
+            self._weight = self._weight.contiguous()  # once, not once a chunk inside the product
+        self._bias = None if bias is None else bias.to(compute_dtype)
+        num_classes = weight.shape[0]
+        accum_dtype = accumulator_dtype(weight.dtype, compute_dtype, accum)
+        self._stored_dtype = stored_weight_dtype(weight.dtype, compute_dtype, accum)
+        self._weight_gain = gain
+        if accum_dtype == torch.float16:
+            self._weight_gain = gain * FP16_ACCUM_GAIN
+
+        cast_bytes = 0
+        if needs.weight and self._stored_dtype != accum_dtype:
+            cast_bytes = weight.numel() * self._stored_dtype.itemsize
+        # Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
+        per_16_bytes = 16 // compute_dtype.itemsize
+        padded = -(-num_classes // per_16_bytes) * per_16_bytes
+        self.rows = chunking.chunk_rows(
+            self.num_rows,
+            padded * compute_dtype.itemsize,
+            chunking.chunk_budget_bytes(
+                input.device.type,
+                need_grad_weight=needs.weight,
+                need_grads=bool(needs),
+                final_cast_bytes=cast_bytes,
+                override_bytes=settings().chunk_budget_bytes,
+            ),
+            chunk_size,
+        )
+
+        self.grad_input = input.new_empty(input.shape) if needs.input else None
+        self._accumulator = empty_grad_weight(weight, accum_dtype) if needs.weight else None
+        self.grad_bias = (
+            torch.zeros(num_classes, dtype=stored_bias_dtype(bias.dtype), device=bias.device)
+            if needs.bias and bias is not None
+            else None
+        )
+        self._buffer: Tensor | None = input.new_empty(
+            (min(self.rows, self.num_rows), padded), dtype=compute_dtype
+        )[:, :num_classes]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Start and stop row of every chunk, in order."""
+        return [
+            (start, min(start + self.rows, self.num_rows))
+            for start in range(0, self.num_rows, self.rows)
+        ]
+
+    def project(self, start: int, stop: int) -> Tensor:
+        """Logits ``[stop - start, V]`` of some rows, in the buffer that all chunks share."""
+        assert self._buffer is not None
+        logits = self._buffer[: stop - start]
+        rows = self._input[start:stop]
+        if self._bias is None:
+            torch.mm(rows, self._weight.t(), out=logits)
+        else:
+            torch.addmm(self._bias, rows, self._weight.t(), out=logits)
+        return logits
+
+    def fold(self, start: int, stop: int, grad_logits: Tensor) -> None:
+        """Fold the logits gradient of some rows into the gradients asked for.
+
+        Args:
+            start: First row.
+            stop: Row after the last.
+            grad_logits: ``[stop - start, V]``, ``gain`` times too large; in the dtype of the
+                products or, where the products accumulate outside the GEMM, in float32.
+        """
+        if self.grad_bias is not None:
+            self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
+        if self._accumulator is not None:
+            # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.
+            _accumulate(
+                self._accumulator,
+                grad_logits.t(),
+                self._input[start:stop].to(grad_logits.dtype),
+                start == 0,
+                1.0 / self._weight_gain,
+            )
+        if self.grad_input is not None:
+            rows = self.grad_input[start:stop]
+            grad_logits = grad_logits.to(self._weight.dtype)
+            if rows.dtype == self._weight.dtype or (rows.is_cuda and rows.dtype == torch.float32):
+                _accumulate(rows, grad_logits, self._weight, True, 1.0 / self.gain)
+            else:  # rather a [rows, D] temporary than a cast of the whole weight
+                rows.copy_(torch.mm(grad_logits, self._weight) / self.gain)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Free the chunk and return grad_input, grad_weight and grad_bias (None if not wanted)."""
+        # Before the cast allocates: the peak then counts the larger of the two, not both.
+        self._buffer = None
+        grad_weight = self._accumulator
+        if grad_weight is not None:
+            if self.num_rows == 0:
+                grad_weight.zero_()
+            grad_weight = grad_weight.to(self._stored_dtype)
+        self._accumulator = None
+        if self.grad_bias is not None and self.gain != 1.0:
+            self.grad_bias /= self.gain
+        return self.grad_input, grad_weight, self.grad_bias

@@ -1,0 +1,192 @@
+"""Every private or semi-private name of torch that this project uses, one function each.
+
+Supported torch: 2.11 to 2.14. A name that a newer torch has lost degrades as its function says;
+nothing else in the project imports from ``torch._*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was asked to keep its graph (``retain_graph=True``).
+
+    Degrades to True, which costs memory but is always right.
+    """
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if query is None else bool(query())
+
+
+def is_plain_eager(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is real and nothing is tracing, so that its memory may be touched directly.
+
+    False for fake, functional and functorch tensors and while a graph is being recorded.
+    """
+    if type(tensor) is not torch.Tensor:
+        return False
+    if torch._C._len_torch_dispatch_stack() > 0:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        if get_proxy_mode() is not None:
+            return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def has_forward_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a forward-mode tangent at the current level."""
+    from torch.autograd import forward_ad
+
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def functorch_is_active() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def autograd_kernel(
+    op: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+) -> Callable[..., Any]:
+    """The kernel that ``torch.library.register_autograd`` would register, for wrapping.
+
+    Args:
+        op: The operator overload.
+        backward: As for ``torch.library.register_autograd``.
+        setup_context: As for ``torch.library.register_autograd``.
+
+    Returns:
+        A function ``(keyset, *args, **kwargs)`` for ``Library.impl(..., with_keyset=True)``.
+    """
+    from torch._library.autograd import Info, make_autograd_impl
+
+    return make_autograd_impl(op, Info(backward, setup_context))
+
+
+def inductor_config() -> Any:
+    """Inductor's configuration module."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+def early_pass_options() -> dict[str, Any]:
+    """Options that make Inductor run pre-grad passes before it looks into its caches.
+
+    The account of a rewrite is then complete on a warm cache too. Torch before 2.12 always runs
+    them early and has no such option.
+    """
+    if hasattr(inductor_config(), "pre_grad_pass_timing"):
+        return {"pre_grad_pass_timing": "early"}
+    return {}
+
+
+def graph_pass_base() -> type:
+    """Base class of graph passes whose ``uuid()`` enters Inductor's cache key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def compile_with_inductor(
+    graph_module: torch.fx.GraphModule, example_inputs: Any, options: dict[str, Any]
+) -> Any:
+    """Compile a graph from Dynamo with Inductor under config options."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph_module, example_inputs, config_patches=options)
+
+
+def inductor_mode_options(mode: str | None) -> dict[str, Any]:
+    """Config options of a ``torch.compile`` mode."""
+    if mode is None or mode == "default":
+        return {}
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def register_backend(backend: Callable[..., Any], name: str) -> None:
+    """Make a backend known to ``torch.compile`` by name, unless it is already.
+
+    The entry point of the installed package does the same without an import; this serves a source
+    tree on ``PYTHONPATH``.
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
+
+
+def compile_attempt() -> tuple[str, int] | None:
+    """The compilation that is running and how often Dynamo has restarted it; None outside one."""
+    from torch._guards import CompileContext
+
+    trace = CompileContext.current_trace_id()
+    return None if trace is None else (str(trace.compile_id), trace.attempt)
+
+
+def count(key: str) -> None:
+    """Count an event in ``torch._dynamo.utils.counters["greyhound"]``."""
+    from torch._dynamo.utils import counters
+
+    counters["greyhound"][key] += 1
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace (``TORCH_TRACE``)."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=payload,
+    )
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The value a symbolic size had when it was traced, without a guard; None if it had none."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return hint if isinstance(hint, int) else None
+
+
+def static_size(size: int | torch.SymInt) -> int | None:
+    """A size as a number if it is one in every run, without adding a guard; else None.
+
+    Dynamo leaves sizes as symbols that it has since proved equal to a constant.
+    """
+    if isinstance(size, int):
+        return size
+    value = size.node.maybe_as_int()
+    return None if value is None else int(value)
+
+
+def legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """The ``reduction`` that torch's deprecated pair of switches stands for."""
+    from torch.nn import _reduction
+
+    return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a (fake) tensor's storage: views of one another share it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether an example value is an ordinary tensor and no subclass such as DTensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def linear_function() -> Any:
+    """What ``torch.nn.functional.linear`` is in a graph from Dynamo."""
+    return torch._C._nn.linear

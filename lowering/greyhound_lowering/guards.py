@@ -1,0 +1,156 @@
+"""What must hold for a rewrite to be safe, beyond the shape of the chain."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from greyhound_lowering.declined import Declined
+from greyhound_lowering.follow import Logits, step_name
+from greyhound_lowering.projection import Projection, check_wide, example
+from greyhound_lowering.settings import RewriteSettings
+from greyhound_ops import torch_private
+
+_INPLACE_OPERATORS = (
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
+)  # fmt: skip
+
+
+def only_user(node: fx.Node) -> fx.Node:
+    """The one node that reads a value.
+
+    Raises:
+        Declined: If none or several do, with their names.
+    """
+    users = list(node.users)
+    if len(users) == 1:
+        user = users[0]
+        if user.op == "output":
+            raise Declined(
+                "the logits leave the graph; compile the whole step, so that only the loss leaves"
+            )
+        return user
+    if not users:
+        raise Declined("nothing reads the logits")
+    if any(user.op == "output" for user in users):
+        raise Declined(
+            "the logits leave the graph beside the loss; compile the whole step, so that only the "
+            "loss leaves"
+        )
+    names = ", ".join(sorted({step_name(user) for user in users}))
+    raise Declined(f"the logits have {len(users)} readers ({names})")
+
+
+def changed_in_place(node: fx.Node) -> list[Any]:
+    """Arguments that a node writes to."""
+    if node.op == "call_method":
+        name = str(node.target)
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            return [node.args[0]]
+        if name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__"):
+            return [node.args[0]]
+        return []
+    if node.op != "call_function":
+        return []
+    changed: list[Any] = []
+    if node.target in _INPLACE_OPERATORS:
+        changed.append(node.args[0])
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed.append(value)
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        if "mutation" in node.target.name() or "auto_functionalized" in node.target.name():
+            changed.extend(node.all_input_nodes)
+    else:
+        name = getattr(node.target, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True:
+            changed.extend(node.all_input_nodes)
+    if node.kwargs.get("out") is not None:
+        changed.append(node.kwargs["out"])
+    return changed
+
+
+def check_unchanged(projection: Projection, loss: fx.Node, operands: Iterable[fx.Node]) -> None:
+    """Decline if an operand is written to between the projection, which read it, and the loss.
+
+    The op stands where the loss stood and would read the new value.
+    """
+    storages = {
+        torch_private.storage_id(value): node
+        for node in operands
+        if (value := example(node)) is not None
+    }
+    node = projection.node
+    while node is not loss:
+        node = node.next
+        for argument in changed_in_place(node):
+            for written in _nodes(argument):
+                value = example(written)
+                if value is not None and torch_private.storage_id(value) in storages:
+                    operand = storages[torch_private.storage_id(value)]
+                    raise Declined(
+                        f"{operand.name} is changed in place ({step_name(node)}) between the "
+                        "projection and the loss"
+                    )
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    if isinstance(argument, fx.Node):
+        return [argument]
+    if isinstance(argument, (tuple, list)):
+        return [node for item in argument for node in _nodes(item)]
+    return []
+
+
+def check_operands(operands: Iterable[fx.Node]) -> None:
+    """Decline tensors of another class, on other devices, or of dtypes the op does not take."""
+    devices = set()
+    for node in operands:
+        value = example(node)
+        if value is None:
+            raise Declined(f"{node.name} has no recorded shape")
+        if not torch_private.is_plain_fake(value):
+            raise Declined(f"{node.name} is a {type(value).__name__}, not a plain tensor")
+        if value.layout != torch.strided or value.is_quantized:
+            raise Declined(f"{node.name} is not a dense tensor")
+        devices.add(value.device)
+    if len(devices) > 1:
+        raise Declined(f"its tensors lie on several devices ({sorted(map(str, devices))})")
+    if devices and next(iter(devices)).type not in ("cpu", "cuda"):
+        raise Declined(f"device {next(iter(devices))} is not supported")
+
+
+def logits_bytes(logits: Logits) -> int | None:
+    """Bytes of the logits at the sizes the graph was traced with, or None if unknown."""
+    value = example(logits.projection.node)
+    assert value is not None
+    sizes = [torch_private.size_hint(size) for size in value.shape]
+    if any(size is None for size in sizes):
+        return None
+    return math.prod(size for size in sizes if size is not None) * value.dtype.itemsize
+
+
+def check_pays(logits: Logits, settings: RewriteSettings) -> None:
+    """Decline where there is too little to save."""
+    check_wide(logits.projection)
+    size = logits_bytes(logits)
+    if size is not None and size < settings.min_logits_bytes:
+        raise Declined(
+            f"the logits take {size / 2**20:.2f} MiB, less than min_logits_bytes = "
+            f"{settings.min_logits_bytes / 2**20:.2f} MiB"
+        )
+
+
+def check_graph(graph: fx.Graph) -> None:
+    """Decline whole graphs in which the op would run under a functorch transform."""
+    for node in graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("torch._functorch"):
+            raise Declined(f"the graph runs a torch.func transform ({step_name(node)})")

@@ -1,0 +1,147 @@
+"""Installing the pass into Inductor, beside whatever is installed already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from greyhound_lowering.rewrite_pass import RewritePass
+from greyhound_lowering.settings import RewriteSettings, from_environment
+from greyhound_ops import torch_private
+
+HOOK = "pre_grad_custom_pass"
+
+
+class ChainedPass(torch_private.graph_pass_base()):  # type: ignore[misc]
+    """Passes one after another in the place of one.
+
+    Torch 2.11 takes a single pass; later ones take lists too.
+
+    Args:
+        passes: Callables on a graph, in order.
+    """
+
+    def __init__(self, passes: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.passes = passes
+
+    def uuid(self) -> Any:
+        """The uuids of all, or None (no caching) if one of them has none."""
+        uuids = tuple(
+            each.uuid() if hasattr(each, "uuid") else None for each in self.passes
+        )
+        return None if any(not uuid for uuid in uuids) else uuids
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run all passes."""
+        for each in self.passes:
+            each(graph)
+
+
+def chained(existing: Any, ours: RewritePass) -> Any:
+    """The hook's new value: what was there, then our pass."""
+    if existing is None:
+        return ours
+    before = tuple(existing) if isinstance(existing, (list, tuple)) else (existing,)
+    return ChainedPass((*before, ours))
+
+
+class _Installed:
+    """What one `enable` put in and what it found."""
+
+    def __init__(self, ours: RewritePass) -> None:
+        config = torch_private.inductor_config()
+        self.ours = ours
+        self.before = {HOOK: getattr(config, HOOK)}
+        values = {HOOK: chained(self.before[HOOK], ours)}
+        for name, value in torch_private.early_pass_options().items():
+            if getattr(config, name) == "default":  # the user's own choice stands
+                self.before[name] = getattr(config, name)
+                values[name] = value
+        self.after = values
+        for name, value in values.items():
+            setattr(config, name, value)
+
+    def remove(self) -> None:
+        config = torch_private.inductor_config()
+        # Somebody may have wrapped our hook since; then it stays in theirs and does nothing.
+        self.ours.active = False
+        for name, value in self.after.items():
+            if getattr(config, name) is value or getattr(config, name) == value:
+                setattr(config, name, self.before[name])
+
+
+_lock = threading.Lock()
+_installed: _Installed | None = None
+
+
+def _settings(changes: dict[str, Any]) -> RewriteSettings:
+    import dataclasses
+
+    return dataclasses.replace(from_environment(), **changes)
+
+
+def enable(**settings: Any) -> None:
+    """Rewrite every graph that Inductor compiles in this process from now on.
+
+    Graphs compiled before stay as they are; ``torch.compiler.reset()`` drops them.
+
+    Args:
+        **settings: Fields of `RewriteSettings`; the others as the environment gives them.
+
+    Raises:
+        ValueError: A setting out of range.
+        TypeError: An unknown setting.
+    """
+    global _installed
+    wanted = _settings(settings)
+    with _lock:
+        if _installed is not None:
+            _installed.remove()
+        _installed = _Installed(RewritePass(wanted))
+
+
+def disable() -> None:
+    """Undo `enable`: Inductor's hook is again exactly what it was."""
+    global _installed
+    with _lock:
+        if _installed is not None:
+            _installed.remove()
+            _installed = None
+
+
+def is_enabled() -> bool:
+    """Whether `enable` is in force."""
+    return _installed is not None
+
+
+@contextmanager
+def enabled(on: bool = True, **settings: Any) -> Iterator[None]:
+    """Turn the rewrite on (or off) for the graphs compiled inside a block.
+
+    Args:
+        on: False turns it off instead.
+        **settings: Fields of `RewriteSettings`.
+
+    Yields:
+        Nothing.
+    """
+    global _installed
+    with _lock:
+        outer = _installed
+        if outer is not None:
+            outer.remove()
+        _installed = _Installed(RewritePass(_settings(settings))) if on else None
+    try:
+        yield
+    finally:
+        with _lock:
+            if _installed is not None:
+                _installed.remove()
+            _installed = None
+            if outer is not None:
+                _installed = _Installed(RewritePass(outer.ours.settings))

@@ -1,0 +1,179 @@
+"""The Inductor pass: look at every projection of a graph, rewrite it or say why not."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+import re
+from typing import Any
+
+from torch import fx
+
+import greyhound_ops
+from greyhound_lowering import cross_entropy, follow, guards
+from greyhound_lowering.declined import Declined
+from greyhound_lowering.projection import (
+    Projection,
+    example,
+    find_projections,
+    is_batched_product,
+    is_product,
+    known,
+)
+from greyhound_lowering.report import Decision, account
+from greyhound_lowering.settings import RewriteSettings, rewrite_allowed
+from greyhound_ops import torch_private
+
+_LOSS_LIKE = re.compile(r"loss$|cross_entropy|softmax|logsumexp|kl_div|log_?sigmoid")
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of every source that decides what a rewritten graph holds."""
+    hasher = hashlib.sha256()
+    for package in (greyhound_ops.__file__, __file__):
+        folder = pathlib.Path(str(package)).parent
+        for path in sorted(folder.rglob("*.py")):
+            hasher.update(str(path.relative_to(folder)).encode())
+            hasher.update(path.read_bytes())
+    return hasher.hexdigest()
+
+
+class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
+    """Pre-grad pass that rewrites projections followed by a loss.
+
+    Args:
+        settings: What to look for; part of the cache key, like the sources.
+    """
+
+    def __init__(self, settings: RewriteSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.active = True
+
+    def uuid(self) -> Any:
+        """What Inductor's caches tell graphs of different settings apart by."""
+        return ("greyhound", source_hash(), repr(self.settings), self.active, rewrite_allowed())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph in place."""
+        if not self.active or not rewrite_allowed():
+            return
+        projections = find_projections(graph)
+        batched = [
+            node
+            for node in graph.nodes
+            if is_batched_product(node) and _reaches_loss(node)
+        ]
+        if not projections and not batched:
+            return
+        number = account.next_graph()
+        if batched:
+            account.add(_left_batched(batched, number))
+        before = str(graph)
+        rewritten = 0
+        for projection in projections:
+            decision = self._decide(graph, projection, number)
+            if decision is not None:
+                account.add(decision)
+                rewritten += decision.verdict == "rewritten"
+        if rewritten:
+            graph.lint()
+            torch_private.trace_artifact(
+                "greyhound_rewrite",
+                lambda: f"before:\n{before}\n\nafter:\n{graph}\n\n{account.report()}",
+            )
+
+    def _decide(self, graph: fx.Graph, projection: Projection, number: int) -> Decision | None:
+        """Rewrite one projection if that is safe; None for one that is no loss head at all."""
+        logits = follow.start(projection)
+        described = {
+            "projection": projection.describe(),
+            "location": location(projection.node),
+            "logits_bytes": guards.logits_bytes(logits),
+            "graph": number,
+        }
+        of_interest = _reaches_loss(projection.node)
+        loss_name = ""
+        try:
+            guards.check_pays(logits, self.settings)
+            guards.check_graph(graph)
+            while True:
+                user = guards.only_user(logits.node)
+                name = follow.step_name(user)
+                if name in follow.LOSSES:
+                    break
+                logits = follow.advance(logits, user)
+            loss_name = name
+            if "cross_entropy" not in self.settings.kinds:
+                raise Declined("the kind cross_entropy is switched off")
+            cross_entropy.rewrite(graph, logits, user, self.settings)
+        except Declined as declined:
+            if not of_interest:
+                return None
+            return Decision("left", str(declined), op=None, **described)  # type: ignore[arg-type]
+        return Decision(
+            "rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described
+        )  # type: ignore[arg-type]
+
+
+def _left_batched(nodes: list[fx.Node], number: int) -> Decision:
+    """One line for all products with stacked matrices: a model has one or two per layer."""
+    value = example(nodes[0])
+    shape = "?" if value is None else list(value.shape)
+    return Decision(
+        "left",
+        "its second operand is a stack of matrices, not one [V, D] weight"
+        + (f" (and {len(nodes) - 1} more like it)" if len(nodes) > 1 else ""),
+        projection=f"{follow.step_name(nodes[0])} -> {shape}",
+        location=location(nodes[0]),
+        op=None,
+        logits_bytes=None,
+        graph=number,
+    )
+
+
+def location(node: fx.Node) -> str:
+    """``file:line`` of the innermost line of user code that made a node."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    if not frames:
+        return "?"
+    own = [frame for frame in frames if "/torch/nn/" not in frame[0]]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line}"
+
+
+def _reaches_loss(node: fx.Node) -> bool:
+    """Whether a loss or a softmax descends from a value before any further matrix product.
+
+    Tells a head that is worth a word in the report from the many other linear layers of a model:
+    those go into another product first. A head whose logits leave the graph is worth one too.
+    """
+    value = example(node)
+    wide = value is not None and value.dim() > 0
+    seen, pending = {node}, list(node.users)
+    while pending:
+        user = pending.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.op == "output":
+            if wide and _is_wide_leaf(node):
+                return True
+            continue
+        if _LOSS_LIKE.search(follow.step_name(user)):
+            return True
+        if not is_product(user) and "attention" not in follow.step_name(user):
+            pending.extend(user.users)
+    return False
+
+
+def _is_wide_leaf(node: fx.Node) -> bool:
+    """Whether logits that leave the graph are wider than the hidden states they come from."""
+    value = example(node)
+    inputs = [v for n in node.all_input_nodes if (v := example(n)) is not None]
+    if value is None or not inputs:
+        return False
+    classes, hidden = known(value.shape[-1]), known(inputs[0].shape[-1])
+    return isinstance(classes, int) and isinstance(hidden, int) and classes > hidden

@@ -1,0 +1,60 @@
+"""Settings of the rewrite: what is looked for and when it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from greyhound_ops import validation
+from greyhound_ops.config import env_bool, env_bytes
+
+MIB = 2**20
+
+#: Kinds of rewrite that can be switched one by one.
+KINDS = ("cross_entropy",)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteSettings:
+    """Settings of the rewrite; each graph is rewritten under those in force when it is compiled.
+
+    Attributes:
+        kinds: Kinds of rewrite to apply, from `KINDS`.
+        min_logits_bytes: Logits smaller than this, in the dtype of the projection, are left as
+            they are: there is little memory to save and the extra launches show.
+        chunk_size: Rows per chunk, or None for the plan.
+        grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``, as for the op.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+    min_logits_bytes: int = 16 * MIB
+    chunk_size: int | None = None
+    grad_weight_accum_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(self.kinds))
+        for kind in self.kinds:
+            validation.check_choice("kinds", kind, KINDS)
+        if self.min_logits_bytes < 0:
+            raise ValueError(
+                f"min_logits_bytes: expected a number >= 0, got {self.min_logits_bytes}"
+            )
+        validation.check_chunk_size(self.chunk_size)
+        validation.check_choice(
+            "grad_weight_accum_dtype", self.grad_weight_accum_dtype, validation.ACCUM_DTYPES
+        )
+
+
+def from_environment() -> RewriteSettings:
+    """Settings as the environment gives them."""
+    least = env_bytes("GREYHOUND_REWRITE_MIN_BYTES")
+    return RewriteSettings() if least is None else RewriteSettings(min_logits_bytes=least)
+
+
+def rewrite_allowed() -> bool:
+    """Whether ``GREYHOUND_REWRITE`` leaves the rewrite on: 0 forbids it whatever the program says."""
+    return env_bool("GREYHOUND_REWRITE", True)
+
+
+def rewrite_requested() -> bool:
+    """Whether ``GREYHOUND_REWRITE=1`` asks for the rewrite without a call in the program."""
+    return env_bool("GREYHOUND_REWRITE", False)
