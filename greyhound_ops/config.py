@@ -34,9 +34,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "triton", "torch"):
-            raise ValueError(
-                f"kernels: expected 'auto', 'triton' or 'torch', got {self.kernels!r}"
-            )
+            raise ValueError(f"kernels: expected 'auto', 'triton' or 'torch', got {self.kernels!r}")
         if self.chunk_budget_bytes is not None and self.chunk_budget_bytes <= 0:
             raise ValueError(
                 f"chunk_budget_bytes: expected a positive number, got {self.chunk_budget_bytes}"

@@ -94,9 +94,9 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size: expected at least 1 row, got {chunk_size}")
 
 
-def resolve_compute_dtype(input: Tensor, weight: Tensor, compute_dtype: torch.dtype | None) -> (
-    torch.dtype
-):
+def resolve_compute_dtype(
+    input: Tensor, weight: Tensor, compute_dtype: torch.dtype | None
+) -> torch.dtype:
     """Dtype of the matrix products.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 
 import greyhound_lowering
 import torch
+from tqdm import tqdm
 
 from greyhound_ops.demo import text
 from greyhound_ops.demo.model import GPTConfig
@@ -182,8 +183,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(setup: Setup, name: str, compile_model: Any) -> Result:
-    from tqdm import tqdm
-
     with tqdm(total=len(setup.train), desc=f"{name:>9}", unit="step", dynamic_ncols=True) as bar:
         bar.set_postfix_str("compiling")
 

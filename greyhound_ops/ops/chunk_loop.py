@@ -24,6 +24,13 @@ FP16_GAIN = 256.0
 FP16_ACCUM_GAIN = 1024.0
 
 
+# Elements of one grad_input product. One wave of 128 x 256 tiles over an H200's 132
+# multiprocessors is 2^22 elements, and cuBLAS ran 0 to 1.5% faster (step time) in products of that
+# size than over the whole chunk (docs/performance.md, "Rows per product"). The projection gained
+# nothing from such a cut.
+GRAD_INPUT_ELEMENTS = 2**22
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientNeeds:
     """Which gradients to make."""
@@ -112,6 +119,16 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool, alpha: fl
         )  # fmt: skip
 
 
+def _parts(rows: int, most: int) -> list[slice]:
+    """Cut rows into pieces of at most ``most``, a short rest joined to its neighbour."""
+    pieces = max((rows + most // 2) // most, 1)
+    size = most if pieces > 1 else rows
+    return [
+        slice(index * size, rows if index == pieces - 1 else (index + 1) * size)
+        for index in range(pieces)
+    ]
+
+
 class ChunkLoop:
     """Projects rows chunk by chunk and folds each chunk's logits gradient.
 
@@ -124,6 +141,8 @@ class ChunkLoop:
         accum: ``"fp32"`` or ``"weight"``.
         chunk_size: Rows per chunk, or None for the plan.
         gain: Factor that the logits gradients carry; taken off by the products.
+        spare_fp16: Keep an fp16 accumulator ``FP16_ACCUM_GAIN`` times too small, for a caller that
+            multiplies it back in float32.
     """
 
     def __init__(
@@ -137,6 +156,7 @@ class ChunkLoop:
         accum: str,
         chunk_size: int | None,
         gain: float,
+        spare_fp16: bool = False,
     ) -> None:
         self.num_rows = input.shape[0]
         self.needs = needs
@@ -151,8 +171,9 @@ class ChunkLoop:
         accum_dtype = accumulator_dtype(weight.dtype, compute_dtype, accum)
         self._stored_dtype = stored_weight_dtype(weight.dtype, compute_dtype, accum)
         self._weight_gain = gain
-        if accum_dtype == torch.float16:
+        if spare_fp16 and accum_dtype == torch.float16:
             self._weight_gain = gain * FP16_ACCUM_GAIN
+        self._grad_input_rows = max(GRAD_INPUT_ELEMENTS // max(weight.shape[1], 1), 128)
 
         cast_bytes = 0
         if needs.weight and self._stored_dtype != accum_dtype:
@@ -226,7 +247,8 @@ class ChunkLoop:
             rows = self.grad_input[start:stop]
             grad_logits = grad_logits.to(self._weight.dtype)
             if rows.dtype == self._weight.dtype or (rows.is_cuda and rows.dtype == torch.float32):
-                _accumulate(rows, grad_logits, self._weight, True, 1.0 / self.gain)
+                for part in _parts(stop - start, self._grad_input_rows):
+                    _accumulate(rows[part], grad_logits[part], self._weight, True, 1.0 / self.gain)
             else:  # rather a [rows, D] temporary than a cast of the whole weight
                 rows.copy_(torch.mm(grad_logits, self._weight) / self.gain)
 

@@ -183,22 +183,18 @@ def _torch_rows(
         mass = hard + smooth * total_weight
     poison = torch.where(in_range, 0.0, float("nan")).to(lse.dtype)
 
+    # The cap's derivative needs z once more; without a cap z is free to be overwritten.
+    keep_z = row_loss.softcap is not None and write_grad
     if read_lse:
-        probabilities = z - lse.unsqueeze(1) if write_grad else None
-        if probabilities is not None:
-            probabilities.exp_()
+        probabilities = torch.sub(z, lse.unsqueeze(1), out=None if keep_z else z).exp_()
     else:
         top = z.amax(1)
         reference = torch.where(top == -torch.inf, 0.0, top)
-        exponentials = torch.exp(z - reference.unsqueeze(1)) if row_loss.softcap is not None or (
-            row_loss.label_smoothing
-        ) or not write_grad else None
         z_target = z.gather(1, safe_target.unsqueeze(1)).squeeze(1)
         smoothed = None
         if row_loss.label_smoothing:
             smoothed = z.sum(1) if class_weight is None else z @ class_weight
-        if exponentials is None:
-            exponentials = z.sub_(reference.unsqueeze(1)).exp_()
+        exponentials = torch.sub(z, reference.unsqueeze(1), out=None if keep_z else z).exp_()
         total = exponentials.sum(1)
         row_lse = reference + total.log()
         row = hard * (row_lse - z_target)
@@ -208,9 +204,9 @@ def _torch_rows(
             row = row + row_loss.z_loss * row_lse.square()
         loss.copy_((row + poison).masked_fill(ignored, 0.0))
         lse.copy_(row_lse.masked_fill(ignored, 0.0))
-        probabilities = exponentials.div_(total.unsqueeze(1)) if write_grad else None
-    if probabilities is None:
-        return None
+        if not write_grad:
+            return None
+        probabilities = exponentials.div_(total.unsqueeze(1))
 
     if row_loss.z_loss:
         mass = mass + 2.0 * row_loss.z_loss * lse
@@ -248,9 +244,7 @@ def _rows(
         return logits.copy_(grad) if logits.is_cuda else grad
     from greyhound_ops.kernels import cross_entropy  # Triton is not there on every platform
 
-    cross_entropy.cross_entropy(
-        logits, target, loss, lse, **kwargs, **dataclasses.asdict(row_loss)
-    )
+    cross_entropy.cross_entropy(logits, target, loss, lse, **kwargs, **dataclasses.asdict(row_loss))
     return logits
 
 
@@ -315,6 +309,7 @@ def _forward(
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
         gain=FP16_GAIN if deferred and made_now else 1.0,
+        spare_fp16=True,
     )
     loss = input.new_empty(num_rows, dtype=statistics)
     lse = input.new_empty(num_rows, dtype=statistics)
@@ -433,9 +428,7 @@ def _backward_by_row(
     return (
         empty(input) if grad_input is None else grad_input.reshape(input.shape),
         empty(weight) if grad_weight is None else grad_weight.to(weight.dtype),
-        empty(input)
-        if grad_bias is None or bias is None
-        else grad_bias.to(bias.dtype),
+        empty(input) if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
 
 

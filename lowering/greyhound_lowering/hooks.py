@@ -31,9 +31,7 @@ class ChainedPass(torch_private.graph_pass_base()):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """The uuids of all, or None (no caching) if one of them has none."""
-        uuids = tuple(
-            each.uuid() if hasattr(each, "uuid") else None for each in self.passes
-        )
+        uuids = tuple(each.uuid() if hasattr(each, "uuid") else None for each in self.passes)
         return None if any(not uuid for uuid in uuids) else uuids
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -211,4 +211,6 @@ def check_wide(projection: Projection) -> None:
         raise Declined(f"its number of columns is symbolic ({classes})")
     size = torch_private.size_hint(hidden_size)
     if size is not None and classes <= size:
-        raise Declined(f"{classes} classes are no more than the hidden size {size}: nothing to save")
+        raise Declined(
+            f"{classes} classes are no more than the hidden size {size}: nothing to save"
+        )

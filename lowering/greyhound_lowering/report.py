@@ -80,11 +80,14 @@ class Report:
             f"{self.logits_bytes_avoided / 2**20:.1f} MiB of logits avoided"
         ]
         for decision in self.decisions:
-            size = "" if decision.logits_bytes is None else f"{decision.logits_bytes / 2**20:.1f} MiB"
+            size = (
+                "" if decision.logits_bytes is None else f"{decision.logits_bytes / 2**20:.1f} MiB"
+            )
             lines.append(f"[graph {decision.graph}] {decision.location}: {decision.projection}")
             became = f" -> {decision.op}" if decision.op else ""
             lines.append(
-                f"    {decision.verdict}{became}: {decision.reason}" + (f" ({size})" if size else "")
+                f"    {decision.verdict}{became}: {decision.reason}"
+                + (f" ({size})" if size else "")
             )
         return "\n".join(lines)
 

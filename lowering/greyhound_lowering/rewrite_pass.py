@@ -61,11 +61,7 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         if not self.active or not rewrite_allowed():
             return
         projections = find_projections(graph)
-        batched = [
-            node
-            for node in graph.nodes
-            if is_batched_product(node) and _reaches_loss(node)
-        ]
+        batched = [node for node in graph.nodes if is_batched_product(node) and _reaches_loss(node)]
         if not projections and not batched:
             return
         number = account.next_graph()
@@ -113,9 +109,7 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
             if not of_interest:
                 return None
             return Decision("left", str(declined), op=None, **described)  # type: ignore[arg-type]
-        return Decision(
-            "rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described
-        )  # type: ignore[arg-type]
+        return Decision("rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described)  # type: ignore[arg-type]
 
 
 def _left_batched(nodes: list[fx.Node], number: int) -> Decision:
