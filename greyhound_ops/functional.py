@@ -5,11 +5,14 @@ N rows (tokens), D hidden size, V vocabulary (classes).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-import greyhound_ops.ops  # noqa: F401  registers the ops
-from greyhound_ops import validation
+from greyhound_ops import torch_private, validation
+from greyhound_ops.ops import linear_cross_entropy
 
 __all__ = ["chunked_linear_cross_entropy"]
 
@@ -75,7 +78,7 @@ def chunked_linear_cross_entropy(
 
     Note:
         Memory above the inputs: one chunk of logits (at most 512 MiB on CUDA when ``weight`` needs
-        a gradient, 128 MiB otherwise) and the gradients themselves. A tensor that needs no gradient
+        a gradient, 160 MiB otherwise) and the gradients themselves. A tensor that needs no gradient
         costs no buffer and no product. No host synchronisation; capturable in a CUDA graph;
         deterministic for a given GPU and shape. The gradients are made in the forward when
         ``reduction`` is a scalar one; with ``"none"`` the backward projects once more.
@@ -84,22 +87,27 @@ def chunked_linear_cross_entropy(
     grad_mode = torch.is_grad_enabled()
     if class_weight is not None and class_weight.requires_grad and grad_mode:
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
-    loss: Tensor = torch.ops.greyhound.linear_cross_entropy(
+    call: Callable[..., Any] = torch.ops.greyhound.linear_cross_entropy
+    if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
+        call = linear_cross_entropy.functorch_call
+    loss: Tensor = call(
         input,
         weight,
         target,
         bias,
         class_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        logit_scale=float(logit_scale),
-        softcap=None if softcap is None else float(softcap),
-        chunk_size=chunk_size,
-        grad_weight_accum_dtype=grad_weight_accum_dtype,
-        need_grad_input=grad_mode and input.requires_grad,
-        need_grad_weight=grad_mode and weight.requires_grad,
-        need_grad_bias=grad_mode and bias is not None and bias.requires_grad,
+        ignore_index,
+        reduction,
+        float(label_smoothing),
+        float(z_loss),
+        float(logit_scale),
+        None if softcap is None else float(softcap),
+        False,  # the mean over no row is 0
+        chunk_size,
+        grad_weight_accum_dtype,
+        None,  # products in the dtype of the operands, or autocast's
+        grad_mode and input.requires_grad,
+        grad_mode and weight.requires_grad,
+        grad_mode and bias is not None and bias.requires_grad,
     )[0]
     return loss

@@ -140,7 +140,7 @@ def count(key: str) -> None:
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Put a text into torch's structured trace (``TORCH_TRACE``)."""
-    from torch._logging import trace_structured
+    from torch._logging import trace_structured  # type: ignore[attr-defined]
 
     trace_structured(
         "artifact",

@@ -31,7 +31,8 @@ def _transform(x, logit_scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl
 
 
 @triton.jit
-def cross_entropy_kernel(
+def row_loss_and_grad(
+    row,  # int64
     logits_ptr,  # [C, V], row stride logits_stride, unit column stride; overwritten if WRITE_GRAD
     logits_stride,
     target_ptr,  # [C] int32 or int64
@@ -61,8 +62,6 @@ def cross_entropy_kernel(
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # 64-bit row offsets: C * V passes 2^31 at 16384 rows of a 131072 vocabulary.
-    row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     columns = tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
@@ -87,10 +86,11 @@ def cross_entropy_kernel(
         weight_sum = tl.full([], 1.0, tl.float32) * num_classes
         if HAS_CLASS_WEIGHT:
             target_weight = tl.load(class_weight_ptr + safe_target).to(tl.float32)
-            weight_sum = tl.load(class_weight_sum_ptr).to(tl.float32)
         hard = target_weight
         smooth = tl.full([], 0.0, tl.float32)
         if HAS_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                weight_sum = tl.load(class_weight_sum_ptr).to(tl.float32)
             hard = (1.0 - label_smoothing) * target_weight
             smooth = tl.full([], 1.0, tl.float32) * label_smoothing / num_classes
 
@@ -176,6 +176,72 @@ def cross_entropy_kernel(
                     grad.to(logits_ptr.dtype.element_ty),
                     mask=inside,
                 )
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,  # [C, V], row stride logits_stride, unit column stride; overwritten if WRITE_GRAD
+    logits_stride,
+    target_ptr,  # [C] int32 or int64
+    target_stride,
+    loss_ptr,  # [C] out, float32
+    lse_ptr,  # [C] out, or in if READ_LSE
+    class_weight_ptr,  # [V], float32, or None
+    class_weight_sum_ptr,  # scalar, float32, or None
+    grad_scale_ptr,  # scalar factor of the gradient, float32, or None
+    row_scale_ptr,  # [C] factor of each row's gradient, or None
+    row_scale_stride,
+    num_classes,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    gain,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    READ_LSE: tl.constexpr,
+    WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # 64-bit row offsets: C * V passes 2^31 at 16384 rows of a 131072 vocabulary.
+    row = tl.program_id(0).to(tl.int64)
+    row_loss_and_grad(
+        row,
+        logits_ptr,
+        logits_stride,
+        target_ptr,
+        target_stride,
+        loss_ptr,
+        lse_ptr,
+        class_weight_ptr,
+        class_weight_sum_ptr,
+        grad_scale_ptr,
+        row_scale_ptr,
+        row_scale_stride,
+        num_classes,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        logit_scale,
+        softcap,
+        gain,
+        HAS_CLASS_WEIGHT,
+        HAS_SMOOTHING,
+        HAS_Z_LOSS,
+        HAS_SCALE,
+        HAS_SOFTCAP,
+        HAS_GRAD_SCALE,
+        HAS_ROW_SCALE,
+        READ_LSE,
+        WRITE_GRAD,
+        BLOCK,
+    )
 
 
 def _launch_shape(num_classes: int) -> tuple[int, int]:

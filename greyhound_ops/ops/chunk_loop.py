@@ -7,6 +7,7 @@ gradient that was not asked for has no buffer and no matrix product.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,21 +202,31 @@ class ChunkLoop:
             if needs.bias and bias is not None
             else None
         )
-        self._buffer: Tensor | None = input.new_empty(
-            (min(self.rows, self.num_rows), padded), dtype=compute_dtype
-        )[:, :num_classes]
+        self._buffer: Tensor | None = None
+        self._buffer_shape = (min(self.rows, self.num_rows), padded)
+        self._num_classes = num_classes
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Start and stop row of every chunk, in order."""
+    def spans(self, rows: int | None = None) -> list[tuple[int, int]]:
+        """Start and stop row of every chunk, in order; of ``rows`` rows instead of the plan's."""
+        rows = self.rows if rows is None else rows
         return [
-            (start, min(start + self.rows, self.num_rows))
-            for start in range(0, self.num_rows, self.rows)
+            (start, min(start + rows, self.num_rows)) for start in range(0, self.num_rows, rows)
         ]
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Input, weight and bias as the products see them."""
+        return self._input, self._weight, self._bias
+
+    def buffer(self, start: int, stop: int) -> Tensor:
+        """Room for ``[stop - start, V]`` logits; all chunks share it."""
+        if self._buffer is None:
+            self._buffer = self._input.new_empty(self._buffer_shape)[:, : self._num_classes]
+        return self._buffer[: stop - start]
+
     def project(self, start: int, stop: int) -> Tensor:
-        """Logits ``[stop - start, V]`` of some rows, in the buffer that all chunks share."""
-        assert self._buffer is not None
-        logits = self._buffer[: stop - start]
+        """Logits ``[stop - start, V]`` of some rows, in the shared buffer."""
+        logits = self.buffer(start, stop)
         rows = self._input[start:stop]
         if self._bias is None:
             torch.mm(rows, self._weight.t(), out=logits)
@@ -251,6 +262,30 @@ class ChunkLoop:
                     _accumulate(rows[part], grad_logits[part], self._weight, True, 1.0 / self.gain)
             else:  # rather a [rows, D] temporary than a cast of the whole weight
                 rows.copy_(torch.mm(grad_logits, self._weight) / self.gain)
+
+    def fold_exponentials(self, start: int, stop: int, source: Any) -> None:
+        """Project some rows by exponentials and fold them into ``grad_input``.
+
+        Args:
+            start: First row.
+            stop: Row after the last.
+            source: Called with the shared buffer; fills it with exponentials and returns the
+                function that finishes a part: ``(rows, part, product, out)``.
+        """
+        assert self.grad_input is not None
+        chunk = self.buffer(start, stop)
+        finish = source(chunk)
+        for part in _parts(stop - start, self._grad_input_rows):
+            rows = slice(start + part.start, start + part.stop)
+            # fp32 between the product and the factor: grad_input is rounded once.
+            product = torch.empty(
+                part.stop - part.start,
+                self._weight.shape[1],
+                dtype=torch.float32,
+                device=chunk.device,
+            )
+            _accumulate(product, chunk[part], self._weight, True, 1.0)
+            finish(rows, part, product, self.grad_input[rows])
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Free the chunk and return grad_input, grad_weight and grad_bias (None if not wanted)."""

@@ -12,6 +12,7 @@ The file holds, in this order: schemas, implementations, fakes, autograd, autoca
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -123,6 +124,10 @@ def _check(
 
 
 # ----------------------------------------------------------------------------- implementations
+
+# Rows of one projection that stores nothing but a maximum and a sum per tile and row: 16 MiB of
+# those at V=128256. 1024 rows were 6% slower (docs/performance.md, "Forward only").
+STATISTICS_ROWS = 4096
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -248,16 +253,108 @@ def _rows(
     return logits
 
 
-def _denominator(
-    target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Divisor of the mean and whether no row counts, both on the device."""
-    counts = target != ignore_index
-    number = counts.sum(dtype=dtype)
-    if class_weight is None:
-        return number, number == 0
-    chosen = class_weight[target.clamp(0, class_weight.shape[0] - 1).long()]
-    return (chosen * counts).sum(), number == 0
+def _exponentials(
+    loop: ChunkLoop,
+    target: Tensor,
+    row_loss: _RowLoss,
+    class_weight: Tensor | None,
+    divisor: _Divisor,
+) -> Any:
+    """The path that never stores logits, where it can serve; else None.
+
+    It serves where neither weight nor bias gets a gradient. Label smoothing gives every element a
+    share that no factor per row can supply later, so it keeps the plain path too.
+    """
+    input, weight, bias = loop.operands
+    if row_loss.label_smoothing or loop.needs.weight or loop.needs.bias:
+        return None
+    if not _use_triton(input.dtype, input.device.type):
+        return None
+    from greyhound_ops.kernels import exponentials
+
+    if not exponentials.supported(input, weight, interpreted=settings().kernels == "triton"):
+        return None
+    options = dataclasses.asdict(row_loss)
+    del options["label_smoothing"]
+    return exponentials.Exponentials(
+        input,
+        weight,
+        bias,
+        target,
+        class_weight=class_weight,
+        grad_scale=lambda: divisor.reciprocal,
+        **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExponentialChunk:
+    """One chunk's way through `kernels.exponentials`, for `ChunkLoop.fold_exponentials`."""
+
+    source: Any
+    start: int
+    stop: int
+    loss: Tensor
+    lse: Tensor
+
+    def __call__(self, chunk: Tensor) -> Any:
+        factor, hard = self.source.exponentials(self.start, self.stop, chunk, self.loss, self.lse)
+
+        def finish(rows: slice, part: slice, product: Tensor, out: Tensor) -> None:
+            self.source.grad_input(rows, product, factor[part], hard[part], out)
+
+        return finish
+
+
+class _Divisor:
+    """What a loss over all rows is divided by, made on the device when it is first asked for.
+
+    The small kernels it takes are launched behind the first projection, not before it.
+
+    Args:
+        target: ``[N]``.
+        class_weight: ``[V]`` in the statistics' dtype, or None.
+        ignore_index: Target of rows that do not count.
+        mean: Whether anything is divided at all.
+        dtype: Of the statistics.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        mean: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self._target, self._class_weight = target, class_weight
+        self._ignore_index, self._mean, self._dtype = ignore_index, mean, dtype
+
+    @functools.cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        counts = self._target != self._ignore_index
+        number = counts.sum(dtype=self._dtype)
+        if self._class_weight is None:
+            return number, number == 0
+        last = self._class_weight.shape[0] - 1
+        chosen = self._class_weight[self._target.clamp(0, last).long()]
+        return (chosen * counts).sum(), number == 0
+
+    @functools.cached_property
+    def reciprocal(self) -> Tensor | None:
+        """One over the divisor, or None where nothing is divided."""
+        return self._parts[0].reciprocal() if self._mean else None
+
+    def apply(self, total: Tensor, empty_is_nan: bool) -> tuple[Tensor, Tensor]:
+        """The loss, and the divisor for a backward that has still to divide."""
+        if not self._mean:
+            return total, torch.ones((), dtype=self._dtype, device=total.device)
+        divisor, nothing = self._parts
+        loss = total / divisor
+        if not empty_is_nan:
+            loss = torch.where(nothing, 0.0, loss)
+        # Where nothing counts there is nothing to divide either: 0 / 0 must not reach a gradient.
+        return loss, torch.where(nothing, 1.0, divisor)
 
 
 def _forward(
@@ -313,45 +410,45 @@ def _forward(
     )
     loss = input.new_empty(num_rows, dtype=statistics)
     lse = input.new_empty(num_rows, dtype=statistics)
-    denominator = torch.ones((), dtype=statistics, device=input.device)
-    none_count = torch.zeros((), dtype=torch.bool, device=input.device)
-    grad_scale = None
-    if reduction == "mean":
-        denominator, none_count = _denominator(labels, class_weight, ignore_index, statistics)
-        if made_now and not deferred:
-            grad_scale = denominator.reciprocal()
-
+    divisor = _Divisor(labels, class_weight, ignore_index, reduction == "mean", statistics)
+    divides_now = bool(made_now) and not deferred
+    exponentials = _exponentials(loop, labels, row_loss, class_weight, divisor)
     class_weight_sum = None if class_weight is None else class_weight.sum()
-    for start, stop in loop.spans():
-        grad_logits = _rows(
-            loop.project(start, stop),
-            labels[start:stop],
-            loss[start:stop],
-            lse[start:stop],
-            row_loss,
-            class_weight=class_weight,
-            class_weight_sum=class_weight_sum,
-            grad_scale=grad_scale,
-            row_scale=None,
-            gain=loop.gain,
-            read_lse=False,
-            write_grad=bool(made_now),
-        )
-        if made_now:
-            loop.fold(start, stop, grad_logits)
-        del grad_logits
+    spans = loop.spans()
+    if exponentials is not None and not made_now:
+        # Nothing of [rows, V] is stored, so rows are limited only by the sums of each tile.
+        spans = loop.spans(STATISTICS_ROWS if chunk_size is None else loop.rows)
+    for start, stop in spans:
+        results = loss[start:stop], lse[start:stop]
+        if exponentials is not None and made_now:
+            chunk = _ExponentialChunk(exponentials, start, stop, *results)
+            loop.fold_exponentials(start, stop, chunk)
+        elif exponentials is not None:
+            exponentials.losses(start, stop, *results)
+        else:
+            logits = loop.project(start, stop)
+            grad_logits = _rows(
+                logits,
+                labels[start:stop],
+                *results,
+                row_loss,
+                class_weight=class_weight,
+                class_weight_sum=class_weight_sum,
+                grad_scale=divisor.reciprocal if divides_now else None,
+                row_scale=None,
+                gain=loop.gain,
+                read_lse=False,
+                write_grad=bool(made_now),
+            )
+            if made_now:
+                loop.fold(start, stop, grad_logits)
+            del logits, grad_logits  # or the chunk would outlive the loop, into the final cast
     grad_input, grad_weight, grad_bias = loop.finish()
 
     if reduction == "none":
-        result = loss.reshape(target.shape)
+        result, denominator = divisor.apply(loss.reshape(target.shape), empty_mean_is_nan)
     else:
-        result = loss.sum()
-    if reduction == "mean":
-        result = result / denominator
-        if not empty_mean_is_nan:
-            result = torch.where(none_count, 0.0, result)
-        # The backward may divide by it: nothing counts, so there is nothing to divide.
-        denominator = torch.where(none_count, 1.0, denominator)
+        result, denominator = divisor.apply(loss.sum(), empty_mean_is_nan)
     return (
         result,
         lse.reshape(target.shape),
@@ -511,9 +608,15 @@ _OPTIONS = _ARGUMENTS[5:]
 class _RefuseSecondDerivative(torch.autograd.Function):
     """Passes a gradient on and ties it to what it depends on, so that differentiating it raises."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, *depends_on: Tensor | None) -> Tensor:
+    def forward(grad: Tensor, *depends_on: Tensor | None) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -648,6 +751,35 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) ->
     for position, grad, need in zip((0, 1, 3), grads, ctx.needs, strict=True):
         result[position] = grad if need else None
     return tuple(result)
+
+
+class _Functorch(torch.autograd.Function):
+    """The same derivative in the form that ``torch.func`` asks of a function.
+
+    The kernel that ``register_autograd`` makes is refused there (and an op without one would
+    silently get a zero).
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return torch.ops.greyhound.linear_cross_entropy.default(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _autograd_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _vmap(info, in_dims, *args)
+
+
+def functorch_call(*args: Any) -> Any:
+    """The op under ``torch.func`` transforms; arguments all positional."""
+    return _Functorch.apply(*args)
 
 
 def _refuse_twice(ctx: Any, *grads: Tensor) -> None:

@@ -393,7 +393,7 @@ def _tanh(logits: Logits, node: fx.Node) -> Logits:
 
 @_step("log_softmax")
 def _log_softmax(logits: Logits, node: fx.Node) -> Logits:
-    _, dim, *rest = _arguments(node, "input", "dim", "_stacklevel", "dtype")
+    _, dim, *_ = _arguments(node, "input", "dim", "_stacklevel", "dtype")
     before, after = logits.value, example(node)
     assert after is not None
     if not isinstance(dim, int):

@@ -51,7 +51,7 @@ def from_environment() -> RewriteSettings:
 
 
 def rewrite_allowed() -> bool:
-    """Whether ``GREYHOUND_REWRITE`` leaves the rewrite on: 0 forbids it whatever the program says."""
+    """Whether the rewrite may run: ``GREYHOUND_REWRITE=0`` forbids it whatever the program says."""
     return env_bool("GREYHOUND_REWRITE", True)
 
 
