@@ -638,7 +638,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
             )
     if ctx.needs_input_grad[4]:
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
-    loss, lse, denominator, grad_input, grad_weight, grad_bias = output
+    _, lse, denominator, grad_input, grad_weight, grad_bias = output
     ctx.mark_non_differentiable(lse, denominator, grad_input, grad_weight, grad_bias)
     # Else autograd would make a zero of [V, D] for the output grad_weight that nobody uses.
     ctx.set_materialize_grads(False)

@@ -1,8 +1,8 @@
 """Chunked losses for unchanged models: the ``torch.compile`` rewrite of ``greyhound_ops``.
 
-``enable()`` rewrites every graph that Inductor compiles from then on, ``with enabled():`` those of a
-block, ``torch.compile(model, backend="greyhound")`` those of one call; ``explain()`` tells what was
-found, what became of it, and why.
+``enable()`` rewrites every graph that Inductor compiles from then on, ``with enabled():`` those of
+a block, ``torch.compile(model, backend="greyhound")`` those of one call; ``explain()`` tells what
+was found, what became of it, and why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def clear_report() -> None:
 
 
 def rewrite_pass(**settings: object) -> RewritePass:
-    """The pass itself, for ``torch.compile(options={"pre_grad_custom_pass": rewrite_pass()})``.
+    """Make a pass for Inductor's own option.
+
+    As in ``torch.compile(model, options={"pre_grad_custom_pass": rewrite_pass()})``.
 
     Args:
         **settings: Fields of `RewriteSettings`.

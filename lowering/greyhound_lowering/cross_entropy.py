@@ -1,4 +1,4 @@
-"""Projection then cross entropy, however it is spelled, becomes ``greyhound::linear_cross_entropy``.
+"""Projection then cross entropy, however spelled, becomes ``greyhound::linear_cross_entropy``.
 
 Before::
 
@@ -146,21 +146,21 @@ def _emit(
         parts = graph.call_function(
             torch.ops.greyhound.linear_cross_entropy.default,
             (hidden, weight, loss.target, bias, loss.class_weight),
-            dict(
-                ignore_index=loss.ignore_index,
-                reduction=loss.reduction,
-                label_smoothing=loss.label_smoothing,
-                logit_scale=scale,
-                softcap=cap,
-                empty_mean_is_nan=True,
-                chunk_size=settings.chunk_size,
-                grad_weight_accum_dtype=settings.grad_weight_accum_dtype,
+            {
+                "ignore_index": loss.ignore_index,
+                "reduction": loss.reduction,
+                "label_smoothing": loss.label_smoothing,
+                "logit_scale": scale,
+                "softcap": cap,
+                "empty_mean_is_nan": True,
+                "chunk_size": settings.chunk_size,
+                "grad_weight_accum_dtype": settings.grad_weight_accum_dtype,
                 # What autocast made of the projection where it stood, not where the loss stands.
-                compute_dtype=projected.dtype,
-                need_grad_input=need_input,
-                need_grad_weight=need_weight,
-                need_grad_bias=need_bias,
-            ),
+                "compute_dtype": projected.dtype,
+                "need_grad_input": need_input,
+                "need_grad_weight": need_weight,
+                "need_grad_bias": need_bias,
+            },
         )
         result = graph.call_function(operator.getitem, (parts, 0))
         statistics = torch.promote_types(projected.dtype, torch.float32)
@@ -168,7 +168,9 @@ def _emit(
             result = graph.call_method("to", (result, value.dtype))
     inserted = first.next
     while inserted is not node:
-        inserted.meta.update({k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")})  # fmt: skip
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in node.meta:
+                inserted.meta[key] = node.meta[key]
         inserted = inserted.next
     result.meta["example_value"] = value
     node.replace_all_uses_with(result)

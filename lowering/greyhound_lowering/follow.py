@@ -107,7 +107,10 @@ STEP_NAMES: dict[Any, str] = _names(
     ("add", (operator.add, torch.add, "__add__", "__radd__")),
     ("sub", (operator.sub, torch.sub, torch.subtract, "__sub__", "subtract")),
     ("mul", (operator.mul, torch.mul, torch.multiply, "__mul__", "__rmul__", "multiply")),
-    ("div", (operator.truediv, torch.div, torch.true_divide, "__truediv__", "divide", "true_divide")),
+    (
+        "div",
+        (operator.truediv, torch.div, torch.true_divide, "__truediv__", "divide", "true_divide"),
+    ),
     ("tanh", (torch.tanh, F.tanh)),
     ("log_softmax", (torch.log_softmax, F.log_softmax, torch.special.log_softmax)),
     ("cross_entropy", (F.cross_entropy,)),
