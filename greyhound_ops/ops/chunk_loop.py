@@ -182,9 +182,12 @@ class ChunkLoop:
         # Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
         per_16_bytes = 16 // compute_dtype.itemsize
         padded = -(-num_classes // per_16_bytes) * per_16_bytes
+        element_bytes = compute_dtype.itemsize
+        if not input.is_cuda and element_bytes < 4:
+            element_bytes += 4  # outside Triton the statistics work on an fp32 copy of the chunk
         self.rows = chunking.chunk_rows(
             self.num_rows,
-            padded * compute_dtype.itemsize,
+            padded * element_bytes,
             chunking.chunk_budget_bytes(
                 input.device.type,
                 need_grad_weight=needs.weight,
