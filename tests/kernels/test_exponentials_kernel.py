@@ -9,7 +9,7 @@ from torch import Tensor
 from greyhound_ops import config, reference
 from greyhound_ops.functional import chunked_linear_cross_entropy
 from greyhound_ops.kernels import exponentials
-from greyhound_ops.testing import relative_error
+from greyhound_ops.testing import assert_within_budget, relative_error
 
 NAN = float("nan")
 INF = float("inf")
@@ -252,7 +252,15 @@ def test_confident_rows_keep_a_small_gradient(kernel_device: torch.device) -> No
     _, grad = problem.gradient()
     truth, true_grad = problem.truth()
     assert truth.max() < 0.01
-    assert relative_error(grad, true_grad) < 3 * budget(kernel_device)
+    # In float32 the probability of the target is one but for its last bits, for torch as for us.
+    plain = problem.input.float().requires_grad_()
+    reference.linear_cross_entropy(
+        plain, problem.weight.float(), problem.target, problem.bias.float(), reduction="sum"
+    ).backward()
+    assert plain.grad is not None
+    assert_within_budget(
+        "grad_input", grad, plain.grad, true_grad, factor=2.0, slack=budget(kernel_device)
+    )
 
 
 def test_supported_asks_for_what_the_kernel_needs(kernel_device: torch.device) -> None:
