@@ -74,7 +74,7 @@ def env_bytes(name: str) -> int | None:
             text, factor = text[: -len(suffix)].strip(), unit
     try:
         return int(float(text) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(
             f"environment variable {name}: expected bytes such as 268435456 or 256MiB, "
             f"got {value!r}"

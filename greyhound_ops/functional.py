@@ -83,7 +83,23 @@ def chunked_linear_cross_entropy(
         deterministic for a given GPU and shape. The gradients are made in the forward when
         ``reduction`` is a scalar one; with ``"none"`` the backward projects once more.
     """
+    # What the op's schema would refuse in its own words, or read requires_grad of, before the op.
+    validation.check_projection(input, weight, bias)
+    validation.check_target(input, target)
+    if class_weight is not None:
+        validation.check_float_tensor("class_weight", class_weight)
+    validation.check_row_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    validation.check_chunk_size(chunk_size)
     validation.check_choice("reduction", reduction, validation.REDUCTIONS)
+    validation.check_choice(
+        "grad_weight_accum_dtype", grad_weight_accum_dtype, validation.ACCUM_DTYPES
+    )
     grad_mode = torch.is_grad_enabled()
     if class_weight is not None and class_weight.requires_grad and grad_mode:
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
@@ -109,5 +125,6 @@ def chunked_linear_cross_entropy(
         grad_mode and input.requires_grad,
         grad_mode and weight.requires_grad,
         grad_mode and bias is not None and bias.requires_grad,
+        True,  # only the loss leaves this function
     )[0]
     return loss

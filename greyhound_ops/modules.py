@@ -51,6 +51,13 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
             "grad_weight_accum_dtype", grad_weight_accum_dtype, validation.ACCUM_DTYPES
         )
         validation.check_chunk_size(chunk_size)
+        validation.check_row_options(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
         self.register_buffer("class_weight", class_weight)
         self.ignore_index = ignore_index
         self.reduction = reduction

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ def check_float_tensor(name: str, value: object) -> Tensor:
     """Check that a value is a floating-point tensor that the ops can work on."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
     if value.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"{name}: expected dtype bfloat16, float16, float32 or float64, got {value.dtype}"
@@ -23,9 +27,43 @@ def check_float_tensor(name: str, value: object) -> Tensor:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that a value is one of a few strings."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
+
+
+def check_number(name: str, value: object, *, least: float = -math.inf) -> None:
+    """Check that a value is a finite number, at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    # Comparisons, which Dynamo can trace for a number it made symbolic; isfinite it cannot.
+    if not -math.inf < value < math.inf or value < least:
+        bound = "" if least == -math.inf else f" >= {least:g}"
+        raise ValueError(f"{name}: expected a finite number{bound}, got {value}")
+
+
+def check_row_options(
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> None:
+    """Check the options of a row's cross entropy."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index: expected a 64-bit integer, got {ignore_index}")
+    check_number("label_smoothing", label_smoothing, least=0.0)
+    if label_smoothing > 1.0:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+    check_number("z_loss", z_loss, least=0.0)
+    check_number("logit_scale", logit_scale)
+    if softcap is not None:
+        check_number("softcap", softcap)
+        if softcap <= 0.0:
+            raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
 
 
 def check_same_device(reference: Tensor, **others: Tensor | None) -> None:

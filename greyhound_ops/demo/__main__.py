@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import sys
-from typing import Any
 
-import greyhound_lowering
 import torch
 from tqdm import tqdm
 
+import greyhound_lowering
 from greyhound_ops.demo import text
 from greyhound_ops.demo.model import GPTConfig
 from greyhound_ops.demo.train import (
     MIN_STEPS,
     Result,
+    Run,
     Setup,
     draw_batches,
     draw_validation,
-    run,
+    run_in_turn,
     warm_up_compiler,
 )
 
@@ -115,11 +116,23 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
 
+    # Measuring memory on the CPU starts torch's profiler, which would write into the progress bar.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warm_up_compiler(device)
-    with greyhound_lowering.enabled(False):  # whatever GREYHOUND_REWRITE says
-        plain = _run(setup, "plain", lambda model: torch.compile(model))
+    greyhound_lowering.disable()  # whatever GREYHOUND_REWRITE says: one of the two is plain
     greyhound_lowering.clear_report()
-    rewritten = _run(setup, "greyhound", lambda model: torch.compile(model, backend="greyhound"))
+    runs = [
+        Run(setup, lambda model: torch.compile(model)),
+        Run(setup, lambda model: torch.compile(model, backend="greyhound")),
+    ]
+    with tqdm(total=len(setup.train), unit="step", dynamic_ncols=True) as bar:
+        bar.set_postfix_str("compiling")
+
+        def on_step(losses: list[float]) -> None:
+            bar.set_postfix_str(f"loss {losses[0]:.3f} / {losses[1]:.3f}", refresh=False)
+            bar.update()
+
+        plain, rewritten = run_in_turn(runs, on_step)
     report = greyhound_lowering.explain()
 
     difference, relative = _differences(plain.losses, rewritten.losses)
@@ -180,17 +193,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             parser.error(f"--{name}: expected a positive number, got {value}")
     return args
-
-
-def _run(setup: Setup, name: str, compile_model: Any) -> Result:
-    with tqdm(total=len(setup.train), desc=f"{name:>9}", unit="step", dynamic_ncols=True) as bar:
-        bar.set_postfix_str("compiling")
-
-        def on_step(loss: float) -> None:
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            bar.update()
-
-        return run(setup, compile_model, on_step)
 
 
 def _differences(a: list[float], b: list[float]) -> tuple[float, float]:

@@ -1,9 +1,8 @@
-"""One training run under ``torch.compile``, measured."""
+"""Training runs under ``torch.compile``, measured step by step in turn."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -103,97 +102,128 @@ def draw_validation(tokens: Tensor, *, batch: int, seq: int) -> list[Batch]:
     return draw_batches(tokens, count=_VALIDATION_BATCHES, batch=batch, seq=seq, seed=0)
 
 
-def run(
-    setup: Setup,
-    compile_model: Callable[[GPT], Callable[[Tensor, Tensor], Tensor]],
-    on_step: Callable[[float], None],
-) -> Result:
-    """Train a new model and measure it.
+class Run:
+    """A new model in training, and what was measured of it.
 
     Args:
         setup: What to train on what.
         compile_model: Makes the compiled model, ``torch.compile`` with or without a backend.
-        on_step: Called with the loss after each step.
+    """
+
+    def __init__(
+        self, setup: Setup, compile_model: Callable[[GPT], Callable[[Tensor, Tensor], Tensor]]
+    ) -> None:
+        self.setup = setup
+        self._device = setup.device
+        torch.manual_seed(setup.seed)
+        self._model = GPT(setup.model).to(self._device)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=setup.learning_rate, fused=self._device.type == "cuda"
+        )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda i: min((i + 1) / _WARM_UP_STEPS, 1.0)
+        )
+        self._compiled = compile_model(self._model)
+        self._losses: list[float] = []
+        self._grad_norms: list[float] = []
+        self._steps_s: list[float] = []
+        self._validations: list[float] = []
+        self._validations_s: list[float] = []
+        self._peak_bytes = 0
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=self.setup.dtype != torch.float32
+        )
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Measure the loss on held-out text; the first time compiles the graph for it."""
+        self._model.eval()
+        losses = []
+        for x, y in self.setup.validation:
+            start = time.perf_counter()
+            with self._autocast():
+                loss = self._compiled(x.to(self._device), y.to(self._device))
+            losses.append(loss.item())
+            self._validations_s.append(time.perf_counter() - start)
+        self._model.train()
+        self._validations.append(statistics.fmean(losses))
+
+    def _update(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            loss = self._compiled(x, y)
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_GRAD_NORM)
+        self._optimizer.step()
+        return loss.detach(), grad_norm
+
+    def step(self, index: int) -> float:
+        """Train on one batch.
+
+        Args:
+            index: Which; 0 compiles the training graph.
+
+        Returns:
+            The loss.
+        """
+        x, y = (tensor.to(self._device) for tensor in self.setup.train[index])
+        self._optimizer.zero_grad()
+        _synchronize(self._device)
+        start = time.perf_counter()
+        if index == _MEMORY_STEP:
+            with peak_memory(self._device) as peak:
+                loss, grad_norm = self._update(x, y)
+            self._peak_bytes = peak.bytes
+        else:
+            loss, grad_norm = self._update(x, y)
+            _synchronize(self._device)
+            # Not the measured step: watching every allocation takes time on the CPU.
+            self._steps_s.append(time.perf_counter() - start)
+        self._scheduler.step()
+        self._losses.append(loss.item())
+        self._grad_norms.append(grad_norm.item())
+        return self._losses[-1]
+
+    def result(self) -> Result:
+        """What the run gave, after at least `MIN_STEPS` steps and two validations."""
+        step_s = statistics.median(self._steps_s[1:])
+        first_s = self._validations_s[0] - statistics.median(self._validations_s[1:])
+        return Result(
+            losses=self._losses,
+            grad_norms=self._grad_norms,
+            validation_before=self._validations[0],
+            validation_after=self._validations[-1],
+            peak_bytes=self._peak_bytes,
+            step_ms=step_s * 1e3,
+            compile_s=first_s + self._steps_s[0] - step_s,
+        )
+
+
+def run_in_turn(runs: list[Run], on_step: Callable[[list[float]], None]) -> list[Result]:
+    """Train several models step by step in turn.
+
+    One after the other would let whatever else the machine does fall on one of them alone: beside
+    a busy core the same step took 0.25 s or 1.7 s.
+
+    Args:
+        runs: Runs of the same setup.
+        on_step: Called with the losses after each step of all.
 
     Returns:
-        Loss curve, memory and times.
+        A result per run.
     """
-    torch.compiler.reset()
-    gc.collect()
-    device = setup.device
-    torch.manual_seed(setup.seed)
-    model = GPT(setup.model).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=setup.learning_rate, fused=device.type == "cuda"
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / _WARM_UP_STEPS, 1.0)
-    )
-    with _cold_compile_cache():
-        compiled = compile_model(model)
-
-        def autocast() -> torch.autocast:
-            return torch.autocast(
-                device.type, dtype=torch.bfloat16, enabled=setup.dtype != torch.float32
-            )
-
-        @torch.no_grad()
-        def validate() -> tuple[float, list[float]]:
-            model.eval()
-            losses, seconds = [], []
-            for x, y in setup.validation:
-                start = time.perf_counter()
-                with autocast():
-                    loss = compiled(x.to(device), y.to(device))
-                losses.append(loss.item())
-                seconds.append(time.perf_counter() - start)
-            model.train()
-            return statistics.fmean(losses), seconds
-
-        def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            with autocast():
-                loss = compiled(x, y)
-            loss.backward()
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
-            optimizer.step()
-            return loss.detach(), grad_norm
-
-        validation_before, validation_s = validate()
-        losses: list[float] = []
-        grad_norms: list[float] = []
-        steps_s: list[float] = []
-        peak_bytes = 0
-        for i, (x, y) in enumerate(setup.train):
-            x, y = x.to(device), y.to(device)
-            optimizer.zero_grad()
-            _synchronize(device)
-            start = time.perf_counter()
-            if i == _MEMORY_STEP:
-                with peak_memory(device) as peak:
-                    loss, grad_norm = step(x, y)
-                peak_bytes = peak.bytes
-            else:
-                loss, grad_norm = step(x, y)
-                _synchronize(device)
-                # Not the measured step: watching every allocation takes time on the CPU.
-                steps_s.append(time.perf_counter() - start)
-            scheduler.step()
-            losses.append(loss.item())
-            grad_norms.append(grad_norm.item())
-            on_step(losses[-1])
-        validation_after, more_s = validate()
-
-    step_s = statistics.median(steps_s[1:])
-    first_s = validation_s[0] - statistics.median(validation_s[1:] + more_s)
-    return Result(
-        losses=losses,
-        grad_norms=grad_norms,
-        validation_before=validation_before,
-        validation_after=validation_after,
-        peak_bytes=peak_bytes,
-        step_ms=step_s * 1e3,
-        compile_s=first_s + steps_s[0] - step_s,
-    )
+    first = []
+    for each in runs:
+        with _cold_compile_cache():  # its own: the second would find the first one's kernels
+            each.validate()
+            first.append(each.step(0))
+    on_step(first)
+    for index in range(1, len(runs[0].setup.train)):
+        on_step([each.step(index) for each in runs])
+    for each in runs:
+        each.validate()
+    return [each.result() for each in runs]
 
 
 def warm_up_compiler(device: torch.device) -> None:

@@ -38,7 +38,8 @@ def row_loss_and_grad(
     target_ptr,  # [C] int32 or int64
     target_stride,
     loss_ptr,  # [C] out, float32
-    lse_ptr,  # [C] out, or in if READ_LSE
+    statistics_ptr,  # [2, C] out, or in if READ_STATISTICS: shift and log of the shifted sum
+    statistics_stride,
     class_weight_ptr,  # [V], float32, or None
     class_weight_sum_ptr,  # scalar, float32, or None
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
@@ -58,7 +59,7 @@ def row_loss_and_grad(
     HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
-    READ_LSE: tl.constexpr,
+    READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -67,9 +68,10 @@ def row_loss_and_grad(
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
 
     if target == ignore_index:
-        if not READ_LSE:
+        if not READ_STATISTICS:
             tl.store(loss_ptr + row, 0.0)
-            tl.store(lse_ptr + row, 0.0)
+            tl.store(statistics_ptr + row, 0.0)
+            tl.store(statistics_ptr + statistics_stride + row, 0.0)
         if WRITE_GRAD:
             # Zeros by store, not by a product with zero: these logits may be inf or NaN.
             for start in range(0, num_classes, BLOCK):
@@ -94,8 +96,9 @@ def row_loss_and_grad(
             hard = (1.0 - label_smoothing) * target_weight
             smooth = tl.full([], 1.0, tl.float32) * label_smoothing / num_classes
 
-        if READ_LSE:
-            lse = tl.load(lse_ptr + row).to(tl.float32)
+        if READ_STATISTICS:
+            shift = tl.load(statistics_ptr + row)
+            log_sum = tl.load(statistics_ptr + statistics_stride + row)
         else:
             top = tl.full([], float("-inf"), tl.float32)
             total = tl.full([], 0.0, tl.float32)
@@ -121,7 +124,8 @@ def row_loss_and_grad(
                         weighted += tl.sum(tl.where(inside, w * z, 0.0), 0)
                     else:
                         weighted += tl.sum(tl.where(inside, z, 0.0), 0)
-            lse = top + tl.log(total)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            log_sum = tl.log(total)
             z_target = _transform(
                 tl.load(row_ptr + safe_target).to(tl.float32),
                 logit_scale,
@@ -129,13 +133,15 @@ def row_loss_and_grad(
                 HAS_SCALE,
                 HAS_SOFTCAP,
             )
-            loss = hard * (lse - z_target)
+            # Not through lse = shift + log_sum: at logits of 1e4 its last bit is 1e-3.
+            loss = hard * (log_sum - (z_target - shift))
             if HAS_SMOOTHING:
-                loss += smooth * (weight_sum * lse - weighted)
+                loss += smooth * (weight_sum * (shift + log_sum) - weighted)
             if HAS_Z_LOSS:
-                loss += z_loss * lse * lse
+                loss += z_loss * (shift + log_sum) * (shift + log_sum)
             tl.store(loss_ptr + row, loss + poison)
-            tl.store(lse_ptr + row, lse)
+            tl.store(statistics_ptr + row, shift)
+            tl.store(statistics_ptr + statistics_stride + row, log_sum)
 
         if WRITE_GRAD:
             scale = poison + gain
@@ -149,7 +155,7 @@ def row_loss_and_grad(
             if HAS_SMOOTHING:
                 mass += smooth * weight_sum
             if HAS_Z_LOSS:
-                mass += 2.0 * z_loss * lse
+                mass += 2.0 * z_loss * (shift + log_sum)
             # The target's logit is read above by every thread of the program and written below by
             # one: without a barrier a fast warp would overwrite it under a slow one.
             tl.debug_barrier()
@@ -160,7 +166,7 @@ def row_loss_and_grad(
                     row_ptr + j, mask=inside, other=float("-inf"), eviction_policy="evict_first"
                 ).to(tl.float32)
                 z = _transform(x, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-                grad = mass * tl.exp(z - lse) - tl.where(j == target, hard, 0.0)
+                grad = mass * tl.exp((z - shift) - log_sum) - tl.where(j == target, hard, 0.0)
                 if HAS_SMOOTHING:
                     if HAS_CLASS_WEIGHT:
                         w = tl.load(class_weight_ptr + j, mask=inside, other=0.0).to(tl.float32)
@@ -185,7 +191,8 @@ def cross_entropy_kernel(
     target_ptr,  # [C] int32 or int64
     target_stride,
     loss_ptr,  # [C] out, float32
-    lse_ptr,  # [C] out, or in if READ_LSE
+    statistics_ptr,  # [2, C] out, or in if READ_STATISTICS: shift and log of the shifted sum
+    statistics_stride,
     class_weight_ptr,  # [V], float32, or None
     class_weight_sum_ptr,  # scalar, float32, or None
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
@@ -205,7 +212,7 @@ def cross_entropy_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
-    READ_LSE: tl.constexpr,
+    READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -218,7 +225,8 @@ def cross_entropy_kernel(
         target_ptr,
         target_stride,
         loss_ptr,
-        lse_ptr,
+        statistics_ptr,
+        statistics_stride,
         class_weight_ptr,
         class_weight_sum_ptr,
         grad_scale_ptr,
@@ -238,7 +246,7 @@ def cross_entropy_kernel(
         HAS_SOFTCAP,
         HAS_GRAD_SCALE,
         HAS_ROW_SCALE,
-        READ_LSE,
+        READ_STATISTICS,
         WRITE_GRAD,
         BLOCK,
     )
@@ -259,7 +267,7 @@ def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
     loss: torch.Tensor,
-    lse: torch.Tensor,
+    statistics: torch.Tensor,
     *,
     class_weight: torch.Tensor | None,
     class_weight_sum: torch.Tensor | None,
@@ -271,16 +279,18 @@ def cross_entropy(
     logit_scale: float,
     softcap: float | None,
     gain: float,
-    read_lse: bool,
+    read_statistics: bool,
     write_grad: bool,
 ) -> None:
-    """Write the losses and log-sum-exps of a chunk, and its logits gradient over the logits.
+    """Write the losses and statistics of a chunk, and its logits gradient over the logits.
 
     Args:
         logits: ``[C, V]``, unit column stride; holds the gradient afterwards if ``write_grad``.
         target: ``[C]`` int32 or int64.
-        loss: ``[C]`` out, float32, contiguous; untouched if ``read_lse``.
-        lse: ``[C]`` out (in if ``read_lse``), float32, contiguous.
+        loss: ``[C]`` out, float32, contiguous; untouched if ``read_statistics``.
+        statistics: ``[2, C]`` float32, unit column stride, out (in if ``read_statistics``): the
+            row's maximum as a shift, and the logarithm of its sum of ``exp(z - shift)``. Their sum
+            is the log-sum-exp; apart they keep its last bits when logits are large.
         class_weight: ``[V]`` contiguous, or None.
         class_weight_sum: Scalar on the device, with ``class_weight``.
         grad_scale: Scalar on the device that multiplies the gradient, or None.
@@ -291,7 +301,7 @@ def cross_entropy(
         logit_scale: Factor on the logits.
         softcap: Cap of the logits, or None.
         gain: Host factor on the gradient.
-        read_lse: Take the log-sum-exp from ``lse`` instead of making it.
+        read_statistics: Take the statistics as given instead of making them.
         write_grad: Overwrite the logits with their gradient.
     """
     rows, num_classes = logits.shape
@@ -304,7 +314,8 @@ def cross_entropy(
         target,
         target.stride(0),
         loss,
-        lse,
+        statistics,
+        statistics.stride(0),
         class_weight,
         class_weight_sum,
         grad_scale,
@@ -324,7 +335,7 @@ def cross_entropy(
         HAS_SOFTCAP=softcap is not None,
         HAS_GRAD_SCALE=grad_scale is not None,
         HAS_ROW_SCALE=row_scale is not None,
-        READ_LSE=read_lse,
+        READ_STATISTICS=read_statistics,
         WRITE_GRAD=write_grad,
         BLOCK=block,
         num_warps=warps,

@@ -182,7 +182,8 @@ def finalise_kernel(
     reference_ptr,  # [M] float32
     sums_ptr,  # [tiles of V, M] float32
     loss_ptr,  # [M] out, float32
-    lse_ptr,  # [M] out, float32
+    statistics_ptr,  # [2, M] out, float32: shift and log of the shifted sum
+    statistics_stride,
     factor_ptr,  # [M] out, float32: what the product of each row still lacks
     hard_ptr,  # [M] out, float32: weight of the target's own row
     flags_ptr,  # [tiles of M] int32, set to 1 for tiles to repair
@@ -207,7 +208,8 @@ def finalise_kernel(
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
+        tl.store(statistics_ptr + row, 0.0)
+        tl.store(statistics_ptr + statistics_stride + row, 0.0)
         tl.store(factor_ptr + row, 0.0)
         tl.store(hard_ptr + row, 0.0)
     else:
@@ -236,7 +238,8 @@ def finalise_kernel(
             if HAS_GRAD_SCALE:
                 scale *= tl.load(grad_scale_ptr).to(tl.float32)
             tl.store(loss_ptr + row, loss + poison)
-            tl.store(lse_ptr + row, lse)
+            tl.store(statistics_ptr + row, reference)
+            tl.store(statistics_ptr + statistics_stride + row, log_total)
             tl.store(factor_ptr + row, scale * mass / total)
             hard *= scale
             if HAS_SOFTCAP:
@@ -254,7 +257,8 @@ def repair_kernel(
     target_ptr,
     target_stride,
     loss_ptr,
-    lse_ptr,
+    statistics_ptr,
+    statistics_stride,
     factor_ptr,
     hard_ptr,
     flags_ptr,
@@ -283,7 +287,8 @@ def repair_kernel(
             target_ptr,
             target_stride,
             loss_ptr,
-            lse_ptr,
+            statistics_ptr,
+            statistics_stride,
             class_weight_ptr,
             absent_ptr,
             grad_scale_ptr,
@@ -320,7 +325,8 @@ def statistics_kernel(
     tops_ptr,  # [tiles of V, M]
     sums_ptr,  # [tiles of V, M]
     loss_ptr,
-    lse_ptr,
+    statistics_ptr,
+    statistics_stride,
     class_weight_ptr,
     num_rows,
     num_classes,
@@ -335,7 +341,8 @@ def statistics_kernel(
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
+        tl.store(statistics_ptr + row, 0.0)
+        tl.store(statistics_ptr + statistics_stride + row, 0.0)
     else:
         in_range = (target >= 0) & (target < num_classes)
         safe_target = tl.where(in_range, target, 0)
@@ -346,15 +353,16 @@ def statistics_kernel(
         sums = tl.load(sums_ptr + at, mask=tiles < tiles_n, other=0.0)
         top = tl.max(tops, 0)
         shift = tl.where(top == float("-inf"), 0.0, top)
-        lse = shift + tl.log(tl.sum(sums * tl.exp(tops - shift), 0))
+        log_sum = tl.log(tl.sum(sums * tl.exp(tops - shift), 0))
         hard = tl.full([], 1.0, tl.float32)
         if HAS_CLASS_WEIGHT:
             hard = tl.load(class_weight_ptr + safe_target).to(tl.float32)
-        loss = hard * (lse - tl.load(reference_ptr + row))
+        loss = hard * (log_sum - (tl.load(reference_ptr + row) - shift))
         if HAS_Z_LOSS:
-            loss += z_loss * lse * lse
+            loss += z_loss * (shift + log_sum) * (shift + log_sum)
         tl.store(loss_ptr + row, loss + poison)
-        tl.store(lse_ptr + row, lse)
+        tl.store(statistics_ptr + row, shift)
+        tl.store(statistics_ptr + statistics_stride + row, log_sum)
 
 
 @triton.jit
@@ -528,14 +536,14 @@ class Exponentials:
             num_warps=WARPS,
         )
 
-    def losses(self, start: int, stop: int, loss: torch.Tensor, lse: torch.Tensor) -> None:
-        """Losses and log-sum-exps of some rows; nothing of size V is stored.
+    def losses(self, start: int, stop: int, loss: torch.Tensor, statistics: torch.Tensor) -> None:
+        """Losses and statistics of some rows; nothing of size V is stored.
 
         Args:
             start: First row.
             stop: Row after the last.
             loss: ``[stop - start]`` float32, out.
-            lse: Likewise.
+            statistics: ``[2, stop - start]`` float32, out.
         """
         rows = slice(start, stop)
         partial = loss.new_empty((2, self.tiles_n, stop - start))
@@ -548,7 +556,8 @@ class Exponentials:
             partial[1],
             partial[0],
             loss,
-            lse,
+            statistics,
+            statistics.stride(0),
             self.class_weight,
             stop - start,
             self.num_classes,
@@ -562,7 +571,7 @@ class Exponentials:
         )
 
     def exponentials(
-        self, start: int, stop: int, out: torch.Tensor, loss: torch.Tensor, lse: torch.Tensor
+        self, start: int, stop: int, out: torch.Tensor, loss: torch.Tensor, statistics: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of some rows and their exponentials.
 
@@ -571,7 +580,7 @@ class Exponentials:
             stop: Row after the last.
             out: ``[stop - start, V]`` bf16, rows on 16 bytes; holds the exponentials afterwards.
             loss: ``[stop - start]`` float32, out.
-            lse: Likewise.
+            statistics: ``[2, stop - start]`` float32, out.
 
         Returns:
             Factor of each row's product and weight of its target's row, ``[stop - start]`` float32.
@@ -593,7 +602,8 @@ class Exponentials:
             self.reference[rows],
             sums,
             loss,
-            lse,
+            statistics,
+            statistics.stride(0),
             factor,
             hard,
             flags,
@@ -622,7 +632,8 @@ class Exponentials:
             target,
             target.stride(0),
             loss,
-            lse,
+            statistics,
+            statistics.stride(0),
             factor,
             hard,
             flags,

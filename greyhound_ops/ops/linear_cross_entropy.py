@@ -51,14 +51,14 @@ _LIBRARY.define(
     "float logit_scale=1.0, float? softcap=None, bool empty_mean_is_nan=False, "
     "SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
-    "bool need_grad_bias=False"
-    ") -> (Tensor loss, Tensor lse, Tensor denominator, "
+    "bool need_grad_bias=False, bool grads_are_private=False"
+    ") -> (Tensor loss, Tensor statistics, Tensor denominator, "
     "Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "linear_cross_entropy_backward("
-    "Tensor grad_loss, Tensor input, Tensor weight, Tensor target, Tensor lse, "
+    "Tensor grad_loss, Tensor input, Tensor weight, Tensor target, Tensor statistics, "
     "Tensor? bias=None, Tensor? class_weight=None, "
     "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
     "float logit_scale=1.0, float? softcap=None, "
@@ -81,14 +81,7 @@ class _RowLoss:
     softcap: float | None
 
     def check(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(
-                f"label_smoothing: expected a number in [0, 1], got {self.label_smoothing}"
-            )
-        if self.softcap is not None and not self.softcap > 0.0:
-            raise ValueError(f"softcap: expected a positive number or None, got {self.softcap}")
-        if not self.z_loss >= 0.0:
-            raise ValueError(f"z_loss: expected a number >= 0, got {self.z_loss}")
+        validation.check_row_options(**dataclasses.asdict(self))
 
 
 def _check(
@@ -151,7 +144,7 @@ def _torch_rows(
     logits: Tensor,
     target: Tensor,
     loss: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     row_loss: _RowLoss,
     *,
     class_weight: Tensor | None,
@@ -159,7 +152,7 @@ def _torch_rows(
     grad_scale: Tensor | None,
     row_scale: Tensor | None,
     gain: float,
-    read_lse: bool,
+    read_statistics: bool,
     write_grad: bool,
 ) -> Tensor | None:
     """What the Triton kernel does, in PyTorch operators; the formulas are derived there.
@@ -179,19 +172,21 @@ def _torch_rows(
     ignored = target == row_loss.ignore_index
     in_range = (target >= 0) & (target < num_classes)
     safe_target = target.masked_fill(~in_range, 0).long()
-    hard = torch.ones_like(lse) if class_weight is None else class_weight[safe_target]
+    hard = torch.ones_like(loss) if class_weight is None else class_weight[safe_target]
     mass = hard
     smooth = row_loss.label_smoothing / num_classes
     if row_loss.label_smoothing:
         hard = hard * (1.0 - row_loss.label_smoothing)
         total_weight = num_classes if class_weight_sum is None else class_weight_sum
         mass = hard + smooth * total_weight
-    poison = torch.where(in_range, 0.0, float("nan")).to(lse.dtype)
+    poison = torch.where(in_range, 0.0, float("nan")).to(loss.dtype)
 
     # The cap's derivative needs z once more; without a cap z is free to be overwritten.
     keep_z = row_loss.softcap is not None and write_grad
-    if read_lse:
-        probabilities = torch.sub(z, lse.unsqueeze(1), out=None if keep_z else z).exp_()
+    shift, log_sum = statistics
+    if read_statistics:
+        probabilities = torch.sub(z, shift.unsqueeze(1), out=None if keep_z else z)
+        probabilities.sub_(log_sum.unsqueeze(1)).exp_()
     else:
         top = z.amax(1)
         reference = torch.where(top == -torch.inf, 0.0, top)
@@ -201,20 +196,22 @@ def _torch_rows(
             smoothed = z.sum(1) if class_weight is None else z @ class_weight
         exponentials = torch.sub(z, reference.unsqueeze(1), out=None if keep_z else z).exp_()
         total = exponentials.sum(1)
-        row_lse = reference + total.log()
-        row = hard * (row_lse - z_target)
+        row_log_sum = total.log()
+        # Not through the log-sum-exp: at logits of 1e4 its last bit is 1e-3 in float32.
+        row = hard * (row_log_sum - (z_target - reference))
         if smoothed is not None:
-            row = row + smooth * (total_weight * row_lse - smoothed)
+            row = row + smooth * (total_weight * (reference + row_log_sum) - smoothed)
         if row_loss.z_loss:
-            row = row + row_loss.z_loss * row_lse.square()
+            row = row + row_loss.z_loss * (reference + row_log_sum).square()
         loss.copy_((row + poison).masked_fill(ignored, 0.0))
-        lse.copy_(row_lse.masked_fill(ignored, 0.0))
+        shift.copy_(reference.masked_fill(ignored, 0.0))
+        log_sum.copy_(row_log_sum.masked_fill(ignored, 0.0))
         if not write_grad:
             return None
         probabilities = exponentials.div_(total.unsqueeze(1))
 
     if row_loss.z_loss:
-        mass = mass + 2.0 * row_loss.z_loss * lse
+        mass = mass + 2.0 * row_loss.z_loss * (shift + log_sum)
     grad = probabilities.mul_(mass.unsqueeze(1))
     grad.scatter_add_(1, safe_target.unsqueeze(1), -hard.unsqueeze(1))
     if row_loss.label_smoothing:
@@ -238,18 +235,25 @@ def _use_triton(logits_dtype: torch.dtype, device_type: str) -> bool:
 
 
 def _rows(
-    logits: Tensor, target: Tensor, loss: Tensor, lse: Tensor, row_loss: _RowLoss, **kwargs: Any
+    logits: Tensor,
+    target: Tensor,
+    loss: Tensor,
+    statistics: Tensor,
+    row_loss: _RowLoss,
+    **kwargs: Any,
 ) -> Tensor:
     """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
     if not _use_triton(logits.dtype, logits.device.type):
-        grad = _torch_rows(logits, target, loss, lse, row_loss, **kwargs)
+        grad = _torch_rows(logits, target, loss, statistics, row_loss, **kwargs)
         if grad is None:
             return logits
         # cuBLAS accumulates the products' own dtype in fp32; elsewhere the fp32 gradient is kept.
         return logits.copy_(grad) if logits.is_cuda else grad
     from greyhound_ops.kernels import cross_entropy  # Triton is not there on every platform
 
-    cross_entropy.cross_entropy(logits, target, loss, lse, **kwargs, **dataclasses.asdict(row_loss))
+    cross_entropy.cross_entropy(
+        logits, target, loss, statistics, **kwargs, **dataclasses.asdict(row_loss)
+    )
     return logits
 
 
@@ -295,10 +299,12 @@ class _ExponentialChunk:
     start: int
     stop: int
     loss: Tensor
-    lse: Tensor
+    statistics: Tensor
 
     def __call__(self, chunk: Tensor) -> Any:
-        factor, hard = self.source.exponentials(self.start, self.stop, chunk, self.loss, self.lse)
+        factor, hard = self.source.exponentials(
+            self.start, self.stop, chunk, self.loss, self.statistics
+        )
 
         def finish(rows: slice, part: slice, product: Tensor, out: Tensor) -> None:
             self.source.grad_input(rows, product, factor[part], hard[part], out)
@@ -376,6 +382,7 @@ def _forward(
     need_grad_input: bool = False,
     need_grad_weight: bool = False,
     need_grad_bias: bool = False,
+    grads_are_private: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     row_loss = _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     needs = GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias)
@@ -384,13 +391,13 @@ def _forward(
         grad_weight_accum_dtype, needs,
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    statistics = _statistics_dtype(compute_dtype)
+    dtype = _statistics_dtype(compute_dtype)
     rows = input.reshape(-1, input.shape[-1])
-    labels = target.reshape(-1)
+    labels = target.reshape(-1).long()  # an ignore_index beyond int32 must not wrap round
     num_rows, num_classes = rows.shape[0], weight.shape[0]
     _check_targets(labels, num_classes, ignore_index)
     if class_weight is not None:
-        class_weight = class_weight.to(statistics).contiguous()
+        class_weight = class_weight.to(dtype).contiguous()
 
     # Gradients per row need the upstream of that row before rows are summed up.
     made_now = needs
@@ -408,9 +415,9 @@ def _forward(
         gain=FP16_GAIN if deferred and made_now else 1.0,
         spare_fp16=True,
     )
-    loss = input.new_empty(num_rows, dtype=statistics)
-    lse = input.new_empty(num_rows, dtype=statistics)
-    divisor = _Divisor(labels, class_weight, ignore_index, reduction == "mean", statistics)
+    loss = input.new_empty(num_rows, dtype=dtype)
+    statistics = input.new_empty((2, num_rows), dtype=dtype)
+    divisor = _Divisor(labels, class_weight, ignore_index, reduction == "mean", dtype)
     divides_now = bool(made_now) and not deferred
     exponentials = _exponentials(loop, labels, row_loss, class_weight, divisor)
     class_weight_sum = None if class_weight is None else class_weight.sum()
@@ -419,7 +426,7 @@ def _forward(
         # Nothing of [rows, V] is stored, so rows are limited only by the sums of each tile.
         spans = loop.spans(STATISTICS_ROWS if chunk_size is None else loop.rows)
     for start, stop in spans:
-        results = loss[start:stop], lse[start:stop]
+        results = loss[start:stop], statistics[:, start:stop]
         if exponentials is not None and made_now:
             chunk = _ExponentialChunk(exponentials, start, stop, *results)
             loop.fold_exponentials(start, stop, chunk)
@@ -437,7 +444,7 @@ def _forward(
                 grad_scale=divisor.reciprocal if divides_now else None,
                 row_scale=None,
                 gain=loop.gain,
-                read_lse=False,
+                read_statistics=False,
                 write_grad=bool(made_now),
             )
             if made_now:
@@ -451,7 +458,7 @@ def _forward(
         result, denominator = divisor.apply(loss.sum(), empty_mean_is_nan)
     return (
         result,
-        lse.reshape(target.shape),
+        statistics.reshape(2, *target.shape),
         denominator,
         empty(input) if grad_input is None else grad_input.reshape(input.shape),
         empty(weight) if grad_weight is None else grad_weight,
@@ -464,7 +471,7 @@ def _backward_by_row(
     input: Tensor,
     weight: Tensor,
     target: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -486,12 +493,12 @@ def _backward_by_row(
         grad_weight_accum_dtype, needs,
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    statistics = _statistics_dtype(compute_dtype)
+    dtype = _statistics_dtype(compute_dtype)
     rows = input.reshape(-1, input.shape[-1])
-    labels, row_lse = target.reshape(-1), lse.reshape(-1)
+    labels, statistics = target.reshape(-1).long(), statistics.reshape(2, -1)
     upstream = grad_loss.reshape(-1)
     if class_weight is not None:
-        class_weight = class_weight.to(statistics).contiguous()
+        class_weight = class_weight.to(dtype).contiguous()
     loop = ChunkLoop(
         rows,
         weight,
@@ -503,20 +510,20 @@ def _backward_by_row(
         gain=1.0,  # the upstream gradient brings its own scale, a GradScaler's for one
     )
     class_weight_sum = None if class_weight is None else class_weight.sum()
-    unused = row_lse  # the kernel writes no loss when it reads the log-sum-exp
+    unused = statistics[0]  # the kernel writes no loss when it reads the statistics
     for start, stop in loop.spans():
         grad_logits = _rows(
             loop.project(start, stop),
             labels[start:stop],
             unused[start:stop],
-            row_lse[start:stop],
+            statistics[:, start:stop],
             row_loss,
             class_weight=class_weight,
             class_weight_sum=class_weight_sum,
             grad_scale=None,
             row_scale=upstream[start:stop],
             gain=1.0,
-            read_lse=True,
+            read_statistics=True,
             write_grad=True,
         )
         loop.fold(start, stop, grad_logits)
@@ -551,6 +558,7 @@ def _fake(
     need_grad_input: bool = False,
     need_grad_weight: bool = False,
     need_grad_bias: bool = False,
+    grads_are_private: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(
         input, weight, target, bias, class_weight,
@@ -559,14 +567,14 @@ def _fake(
         GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias),
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    statistics = _statistics_dtype(compute_dtype)
+    dtype = _statistics_dtype(compute_dtype)
     by_row = reduction == "none"
     made_now = not (by_row and (need_grad_weight or need_grad_bias))
     stored = stored_weight_dtype(weight.dtype, compute_dtype, grad_weight_accum_dtype)
     return (
-        input.new_empty(target.shape if by_row else (), dtype=statistics),
-        input.new_empty(target.shape, dtype=statistics),
-        input.new_empty((), dtype=statistics),
+        input.new_empty(target.shape if by_row else (), dtype=dtype),
+        input.new_empty((2, *target.shape), dtype=dtype),
+        input.new_empty((), dtype=dtype),
         input.new_empty(input.shape) if need_grad_input and made_now else empty(input),
         empty_grad_weight(weight, stored) if need_grad_weight and made_now else empty(weight),
         bias.new_empty(bias.shape, dtype=stored_bias_dtype(bias.dtype))
@@ -580,7 +588,7 @@ def _fake_backward(
     input: Tensor,
     weight: Tensor,
     target: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     bias: Tensor | None = None,
     *args: Any,
     **kwargs: Any,
@@ -638,8 +646,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
             )
     if ctx.needs_input_grad[4]:
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
-    _, lse, denominator, grad_input, grad_weight, grad_bias = output
-    ctx.mark_non_differentiable(lse, denominator, grad_input, grad_weight, grad_bias)
+    _, statistics, denominator, grad_input, grad_weight, grad_bias = output
+    ctx.mark_non_differentiable(statistics, denominator, grad_input, grad_weight, grad_bias)
     # Else autograd would make a zero of [V, D] for the output grad_weight that nobody uses.
     ctx.set_materialize_grads(False)
     ctx.options = {name: arguments[name] for name in _OPTIONS}
@@ -659,7 +667,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         arguments["target"],
         arguments["bias"],
         arguments["class_weight"],
-        lse if ctx.recompute else None,
+        statistics if ctx.recompute else None,
         denominator if ctx.deferred else None,
         grad_input if needs[0] and not ctx.recompute else None,
         grad_weight if needs[1] and not ctx.recompute else None,
@@ -715,32 +723,36 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) ->
     if grad_loss is None:
         return tuple(result)
     (
-        input, weight, target, bias, class_weight, lse, denominator, *stored,
+        input, weight, target, bias, class_weight, statistics, denominator, *stored,
     ) = ctx.saved_tensors  # fmt: skip
     options = dict(ctx.options)
     if ctx.recompute:
-        for name in ("reduction", "empty_mean_is_nan"):
+        for name in ("reduction", "empty_mean_is_nan", "grads_are_private"):
             options.pop(name)
         grads: list[Tensor | None] = list(
             torch.ops.greyhound.linear_cross_entropy_backward(
-                grad_loss, input, weight, target, lse, bias, class_weight, **options
+                grad_loss, input, weight, target, statistics, bias, class_weight, **options
             )
         )
     else:
         # Asked at run time: in a compiled graph Inductor's donated buffers decide the same thing.
-        may_overwrite = not torch_private.graph_is_kept()
+        # Outputs of an op are the caller's, unless he says that he keeps none of them.
+        may_overwrite = ctx.options["grads_are_private"] and not torch_private.graph_is_kept()
         dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
         factor = grad_loss
         if ctx.deferred:
             factor = factor if ctx.by_row else factor / denominator
         grads = [None, None, None]
-        for index, (value, dtype) in enumerate(zip(stored, dtypes, strict=True)):
-            if value is None:
-                continue
-            each = factor
-            if ctx.deferred and value.dtype == torch.float16 and index == 1:
-                each = factor * FP16_ACCUM_GAIN
-            grads[index] = _scaled(value, each, dtype, may_overwrite)
+        # Under create_graph the upstream may require grad itself; the derivative that would be
+        # recorded here is the one refused below.
+        with torch.no_grad():
+            for index, (value, dtype) in enumerate(zip(stored, dtypes, strict=True)):
+                if value is None:
+                    continue
+                each = factor
+                if ctx.deferred and value.dtype == torch.float16 and index == 1:
+                    each = factor * FP16_ACCUM_GAIN
+                grads[index] = _scaled(value, each, dtype, may_overwrite)
         if torch.is_grad_enabled():
             grads = [
                 None
@@ -844,6 +856,11 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
             value if dim is None else value.select(dim, index)
             for value, dim in zip(args, in_dims, strict=True)
         ]
+        # The flags were read off batched tensors, which never say that they require grad.
+        for name, position in (("input", 0), ("weight", 1), ("bias", 3)):
+            tensor = sample[position]
+            if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+                sample[_ARGUMENTS.index(f"need_grad_{name}")] = True
         calls.append(torch.ops.greyhound.linear_cross_entropy.default(*sample))
     outputs = tuple(torch.stack(column) for column in zip(*calls, strict=True))
     return outputs, (0,) * len(outputs)
@@ -882,13 +899,28 @@ def _flops_backward(
 # -------------------------------------------------------------------------------- registration
 
 
+def _on_device(function: Any) -> Any:
+    """Run an implementation with the device of its tensors current: Triton launches there."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
+            with torch.cuda.device(args[0].device):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
 def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     op = torch.ops.greyhound.linear_cross_entropy
     backward = torch.ops.greyhound.linear_cross_entropy_backward
-    _LIBRARY.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
-    _LIBRARY.impl("linear_cross_entropy_backward", _backward_by_row, "CompositeExplicitAutograd")
+    _LIBRARY.impl("linear_cross_entropy", _on_device(_forward), "CompositeExplicitAutograd")
+    _LIBRARY.impl(
+        "linear_cross_entropy_backward", _on_device(_backward_by_row), "CompositeExplicitAutograd"
+    )
     torch.library.register_fake(NAME, _fake, lib=_LIBRARY)
     torch.library.register_fake(f"{NAME}_backward", _fake_backward, lib=_LIBRARY)
     for packet, rule, setup in (

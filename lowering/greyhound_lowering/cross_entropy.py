@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -106,7 +105,7 @@ def rewrite(graph: fx.Graph, logits: Logits, node: fx.Node, settings: RewriteSet
     guards.check_operands(
         [*operands, loss.target, *([loss.class_weight] if loss.class_weight is not None else [])]
     )
-    guards.check_unchanged(projection, node, operands)
+    guards.check_unchanged(projection, node, [*operands, *logits.row_operands])
     _emit(graph, logits, node, loss, scale, cap, settings)
 
 
@@ -123,17 +122,23 @@ def _emit(
     value, projected = example(node), example(projection.node)
     assert value is not None
     assert projected is not None
+    # Whether a gradient of the loss reaches back to each value on the way: a no_grad region cuts
+    # off what came before it, but not a bias that was added behind it.
+    flows = [value.requires_grad]
+    for passed in reversed(logits.nodes):
+        held = example(passed)
+        flows.insert(0, flows[0] and held is not None and held.requires_grad)
     first = node.prev
     with graph.inserting_before(node):
-        hidden, need_input = _differentiated(graph, projection.hidden, value, projected)
+        hidden, need_input = _differentiated(graph, projection.hidden, flows[0])
         for row_op in logits.row_ops:
             hidden = row_op(graph, hidden)
-        weight, need_weight = _differentiated(graph, projection.weight, value, projected)
+        weight, need_weight = _differentiated(graph, projection.weight, flows[0])
         if projection.weight_is_transposed:
             weight = graph.call_method("t", (weight,))
         bias, need_bias = logits.bias, False
         if bias is not None:
-            bias, need_bias = _differentiated(graph, bias, value, projected)
+            bias, need_bias = _differentiated(graph, bias, flows[logits.bias_since])
             if logits.bias_negative:
                 bias = graph.call_method("neg", (bias,))
         if logits.class_stop is not None:
@@ -179,16 +184,14 @@ def _emit(
         graph.erase_node(passed)
 
 
-def _differentiated(
-    graph: fx.Graph, operand: fx.Node, loss: torch.Tensor, projected: torch.Tensor
-) -> tuple[fx.Node, bool]:
+def _differentiated(graph: fx.Graph, operand: fx.Node, flows: bool) -> tuple[fx.Node, bool]:
     """An operand as the op shall see it, and whether it gets a gradient.
 
-    It does if it requires grad and both the projection and the loss were traced in grad mode; else
-    it is detached, for the op refuses an operand that requires a gradient nobody asked for.
+    One that gets none is detached if it requires grad: the op refuses an operand that requires a
+    gradient nobody asked for.
     """
-    value: Any = example(operand)
-    need = bool(value.requires_grad and loss.requires_grad and projected.requires_grad)
-    if value.requires_grad and not need:
-        operand = graph.call_method("detach", (operand,))
-    return operand, need
+    value = example(operand)
+    assert value is not None
+    if value.requires_grad and not flows:
+        return graph.call_method("detach", (operand,)), False
+    return operand, bool(value.requires_grad)

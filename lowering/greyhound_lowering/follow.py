@@ -33,7 +33,10 @@ class Logits:
         node: The node that holds it.
         class_dim: Which of its dimensions is the vocabulary.
         row_ops: What to do with the hidden states so that their rows stand as this value's do.
-        bias: Node of a ``[V]`` vector added to the logits, and whether it is subtracted.
+        row_operands: Nodes that `row_ops` read beside the hidden states.
+        bias: Node of a ``[V]`` vector added to the logits.
+        bias_negative: Whether it is subtracted instead.
+        bias_since: How many of `nodes` came before it was added: 0 for the projection's own.
         transforms: ``("scale", factor)`` and ``("tanh", 1.0)``, in order.
         class_stop: Number of leading classes kept by a slice, or None for all.
         log_softmax: Whether it holds log-probabilities.
@@ -44,8 +47,10 @@ class Logits:
     node: fx.Node
     class_dim: int
     row_ops: tuple[RowOp, ...] = ()
+    row_operands: tuple[fx.Node, ...] = ()
     bias: fx.Node | None = None
     bias_negative: bool = False
+    bias_since: int = 0
     transforms: tuple[tuple[str, float], ...] = ()
     class_stop: int | None = None
     log_softmax: bool = False
@@ -159,15 +164,14 @@ def advance(logits: Logits, node: fx.Node) -> Logits:
         raise Declined(f"log-probabilities go into {name}")
     if example(node) is None:
         raise Declined(f"{name} has no recorded shape")
+    if name not in _BINARY and (not node.args or node.args[0] is not logits.node):
+        # As somebody's shape, dtype or index, or by keyword, which nobody writes.
+        raise Declined(f"the logits are not the first argument of {name}")
     after = step(logits, node)
-    if not after.value.requires_grad and logits.value.requires_grad and not _no_grad(after):
-        raise Declined(f"{name} cuts the gradient of the logits")
     return dataclasses.replace(after, nodes=(*logits.nodes, node))
 
 
-def _no_grad(logits: Logits) -> bool:
-    """Whether a value lost its gradient to a no_grad region, which the op inherits."""
-    return logits.node.target not in ("detach", torch.detach)
+_BINARY = ("add", "sub", "mul", "div")
 
 
 _AFTER_LOG_SOFTMAX = (
@@ -267,7 +271,10 @@ def _index(logits: Logits, node: fx.Node) -> Logits:
         raise Declined("an index into logits whose vocabulary is not the last dimension")
     if len(items) == 1 and isinstance(items[0], fx.Node):
         return _select_rows(logits, node, items[0])
-    if any(not isinstance(i, (slice, int, type(None), type(Ellipsis))) for i in items):
+    if any(
+        isinstance(i, bool) or not isinstance(i, (slice, int, type(None), type(Ellipsis)))
+        for i in items
+    ):
         raise Declined("an index of a kind that is not followed")
     used = sum(1 for item in items if item is not None and item is not Ellipsis)
     if Ellipsis in items:
@@ -279,7 +286,7 @@ def _index(logits: Logits, node: fx.Node) -> Logits:
     class_stop = logits.class_stop
     if not isinstance(classes, slice):
         raise Declined("an index into the vocabulary")
-    if not _is_everything(classes, before.shape[-1]):
+    if not _is_everything(classes, known(before.shape[-1])):
         if classes.start not in (None, 0) or classes.step not in (None, 1):
             raise Declined("a slice of the vocabulary that does not start at its beginning")
         stop = known(after.shape[-1])
@@ -302,12 +309,13 @@ def _select_rows(logits: Logits, node: fx.Node, index: fx.Node) -> Logits:
     spans = chosen.dim() if chosen.dtype == torch.bool else 1
     if spans >= before.dim():
         raise Declined("an index into the vocabulary")
-    return _with_row_op(
+    result = _with_row_op(
         logits,
         node,
         after.dim() - 1,
         lambda graph, hidden: graph.call_function(operator.getitem, (hidden, index)),
     )
+    return dataclasses.replace(result, row_operands=(*logits.row_operands, index))
 
 
 def _is_everything(item: slice, size: Any) -> bool:
@@ -368,7 +376,13 @@ def _shift(logits: Logits, node: fx.Node) -> Logits:
         raise Declined("a second vector is added to the logits")
     if not vector.dtype == before.dtype == after.dtype == projected.dtype:
         raise Declined("a vector of another dtype than the projection is added to the logits")
-    return dataclasses.replace(logits, node=node, bias=other, bias_negative=name == "sub")
+    return dataclasses.replace(
+        logits,
+        node=node,
+        bias=other,
+        bias_negative=name == "sub",
+        bias_since=len(logits.nodes),
+    )
 
 
 @_step("mul", "div")

@@ -56,5 +56,5 @@ def rewrite_allowed() -> bool:
 
 
 def rewrite_requested() -> bool:
-    """Whether ``GREYHOUND_REWRITE=1`` asks for the rewrite without a call in the program."""
+    """Whether ``GREYHOUND_REWRITE=1`` asks for `enable` when this package is imported."""
     return env_bool("GREYHOUND_REWRITE", False)

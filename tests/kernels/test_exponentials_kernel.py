@@ -51,17 +51,20 @@ class Problem:
     def losses(self) -> tuple[Tensor, Tensor]:
         """Loss and log-sum-exp of the path that stores nothing."""
         rows = self.input.shape[0]
-        loss, lse = torch.full((2, rows), NAN, device=self.input.device)
-        self.source().losses(0, rows, loss, lse)
-        return loss, lse
+        loss = torch.full((rows,), NAN, device=self.input.device)
+        statistics = torch.full((2, rows), NAN, device=self.input.device)
+        self.source().losses(0, rows, loss, statistics)
+        return loss, statistics.sum(0)
 
     def gradient(self, grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss and grad_input of the path that stores exponentials."""
         rows, classes = self.input.shape[0], self.weight.shape[0]
         source = self.source(grad_scale)
         out = self.input.new_full((rows, -(-classes // 8) * 8), NAN)[:, :classes]
-        loss, lse = torch.full((2, rows), NAN, device=self.input.device)
-        factor, hard = source.exponentials(0, rows, out, loss, lse)
+        loss = torch.full((rows,), NAN, device=self.input.device)
+        statistics = torch.full((2, rows), NAN, device=self.input.device)
+        factor, hard = source.exponentials(0, rows, out, loss, statistics)
+        assert not statistics[:, self.target == self.ignore_index].any()
         product = (out.float() @ self.weight.float()).contiguous()
         grad = torch.full_like(self.input, NAN)
         source.grad_input(slice(0, rows), product, factor, hard, grad)
