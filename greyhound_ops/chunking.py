@@ -39,6 +39,12 @@ CUDA_BUDGET = Budget(512 * MIB, 160 * MIB, 128 * MIB)
 CPU_BUDGET = Budget(32 * MIB, 32 * MIB, 32 * MIB)
 
 
+def one_chunk_bytes(device_type: str) -> int:
+    """Bytes of logits that a training step's plan takes as a single chunk."""
+    budget = CUDA_BUDGET if device_type == "cuda" else CPU_BUDGET
+    return budget.with_grad_weight_bytes
+
+
 def chunk_rows(
     num_rows: int,
     row_bytes: int,

@@ -131,11 +131,11 @@ def compile_attempt() -> tuple[str, int] | None:
     return None if trace is None else (str(trace.compile_id), trace.attempt)
 
 
-def count(key: str) -> None:
-    """Count an event in ``torch._dynamo.utils.counters["greyhound"]``."""
+def count(key: str, times: int = 1) -> None:
+    """Count events in ``torch._dynamo.utils.counters["greyhound"]``."""
     from torch._dynamo.utils import counters
 
-    counters["greyhound"][key] += 1
+    counters["greyhound"][key] += times
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from greyhound_lowering.hooks import HOOK, _settings, chained
+from greyhound_lowering.hooks import HOOK, _settings, chained, passes_of
 from greyhound_lowering.rewrite_pass import RewritePass
 from greyhound_ops import torch_private
 
@@ -50,6 +50,4 @@ def greyhound(
 
 def _rewrites_already(hook: Any) -> bool:
     """Whether `enable` has put an active pass there."""
-    passes = getattr(hook, "passes", hook)
-    passes = passes if isinstance(passes, (list, tuple)) else (passes,)
-    return any(isinstance(each, RewritePass) and each.active for each in passes)
+    return any(isinstance(each, RewritePass) and each.active for each in passes_of(hook))

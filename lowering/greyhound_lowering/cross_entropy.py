@@ -102,6 +102,9 @@ def rewrite(graph: fx.Graph, logits: Logits, node: fx.Node, settings: RewriteSet
     operands = [projection.hidden, projection.weight]
     if logits.bias is not None:
         operands.append(logits.bias)
+        vector = example(logits.bias)
+        if vector is None or vector.dim() != 1 or vector.shape[0] == 1 != projection.num_classes:
+            raise Declined("its bias is broadcast over the vocabulary")
     guards.check_operands(
         [*operands, loss.target, *([loss.class_weight] if loss.class_weight is not None else [])]
     )
@@ -124,10 +127,12 @@ def _emit(
     assert projected is not None
     # Whether a gradient of the loss reaches back to each value on the way: a no_grad region cuts
     # off what came before it, but not a bias that was added behind it.
-    flows = [value.requires_grad]
+    off = guards.grad_is_off(graph)
+    flows = [value.requires_grad and node not in off]
     for passed in reversed(logits.nodes):
         held = example(passed)
-        flows.insert(0, flows[0] and held is not None and held.requires_grad)
+        differentiable = held is not None and held.requires_grad and passed not in off
+        flows.insert(0, flows[0] and differentiable)
     first = node.prev
     with graph.inserting_before(node):
         hidden, need_input = _differentiated(graph, projection.hidden, flows[0])

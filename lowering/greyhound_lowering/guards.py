@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from greyhound_lowering.declined import Declined
 from greyhound_lowering.follow import Logits, step_name
 from greyhound_lowering.projection import Projection, check_wide, example
 from greyhound_lowering.settings import RewriteSettings
-from greyhound_ops import torch_private
+from greyhound_ops import chunking, torch_private
 
 _INPLACE_OPERATORS = (
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
@@ -58,23 +59,67 @@ def changed_in_place(node: fx.Node) -> list[Any]:
         return []
     if node.op != "call_function":
         return []
-    changed: list[Any] = []
     if node.target in _INPLACE_OPERATORS:
-        changed.append(node.args[0])
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changed.append(value)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        if "mutation" in node.target.name() or "auto_functionalized" in node.target.name():
-            changed.extend(node.all_input_nodes)
-    else:
+        return [node.args[0]]
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _written_by_schema(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        writes = "mutation" in node.target.name() or "auto_functionalized" in node.target.name()
+        return list(node.all_input_nodes) if writes else []
+    name = getattr(node.target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or _asked_for_inplace(node):
+        return list(node.all_input_nodes)
+    return [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
+
+
+def _written_by_schema(node: fx.Node) -> list[Any]:
+    """Arguments that an operator's schema says it writes to, however they are passed."""
+    target: Any = node.target
+    overloads = [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        # Which overload the call means is decided later: an argument counts if any writes to it.
+        overloads = [getattr(target, name) for name in target.overloads()]
+    written = []
+    for overload in overloads:
+        for position, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if argument.name in node.kwargs:
+                written.append(node.kwargs[argument.name])
+            elif position < len(node.args) and not argument.kwarg_only:
+                written.append(node.args[position])
+    return written
+
+
+def _asked_for_inplace(node: fx.Node) -> bool:
+    """Whether a function of `torch.nn.functional` was called with ``inplace=True``."""
+    if node.kwargs.get("inplace") is not None:
+        return node.kwargs["inplace"] is not False
+    try:
+        bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin without a signature has no such switch
+        return False
+    return bound.arguments.get("inplace", False) is not False
+
+
+def grad_is_off(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes of a graph that run in a ``no_grad`` or ``inference_mode`` region inside it.
+
+    Asked of the graph and not of the recorded tensors: the recorded value of a view that was made
+    there says that it requires grad.
+    """
+    off, off_nodes, entered = False, set(), 0
+    for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True:
-            changed.extend(node.all_input_nodes)
-    if node.kwargs.get("out") is not None:
-        changed.append(node.kwargs["out"])
-    return changed
+        if name == "_set_grad_enabled":
+            off = node.args[0] is False
+        elif name == "_enter_inference_mode":
+            entered += 1
+        elif name == "_exit_inference_mode":
+            entered -= 1
+        if off or entered:
+            off_nodes.add(node)
+    return off_nodes
 
 
 def check_unchanged(projection: Projection, loss: fx.Node, operands: Iterable[fx.Node]) -> None:
@@ -140,11 +185,16 @@ def logits_bytes(logits: Logits) -> int | None:
 def check_pays(logits: Logits, settings: RewriteSettings) -> None:
     """Decline where there is too little to save."""
     check_wide(logits.projection)
-    size = logits_bytes(logits)
-    if size is not None and size < settings.min_logits_bytes:
+    size, least = logits_bytes(logits), settings.min_logits_bytes
+    if least is None:
+        # Logits that fit one chunk would all be held at once as before, and the op's launches take
+        # the host longer than a compiled graph's: 1.1 to 2 times its time up to 250 MiB of logits
+        # on an H200 (docs/performance.md, "Small shapes").
+        least = chunking.one_chunk_bytes(logits.value.device.type)
+    if size is not None and size < least:
         raise Declined(
             f"the logits take {size / 2**20:.2f} MiB, less than min_logits_bytes = "
-            f"{settings.min_logits_bytes / 2**20:.2f} MiB"
+            f"{least / 2**20:.2f} MiB"
         )
 
 

@@ -41,11 +41,18 @@ class ChainedPass(torch_private.graph_pass_base()):  # type: ignore[misc]
 
 
 def chained(existing: Any, ours: RewritePass) -> Any:
-    """The hook's new value: what was there, then our pass."""
-    if existing is None:
-        return ours
-    before = tuple(existing) if isinstance(existing, (list, tuple)) else (existing,)
-    return ChainedPass((*before, ours))
+    """The hook's new value: what was there, then our pass in the place of another of ours."""
+    before = [each for each in passes_of(existing) if not isinstance(each, RewritePass)]
+    return ChainedPass((*before, ours)) if before else ours
+
+
+def passes_of(hook: Any) -> tuple[Any, ...]:
+    """The single passes behind a value of the hook."""
+    if hook is None:
+        return ()
+    if isinstance(hook, ChainedPass):
+        return hook.passes
+    return tuple(hook) if isinstance(hook, (list, tuple)) else (hook,)
 
 
 class _Installed:
@@ -129,11 +136,12 @@ def enabled(on: bool = True, **settings: Any) -> Iterator[None]:
         Nothing.
     """
     global _installed
+    wanted = _settings(settings)  # refused before anything is touched
     with _lock:
         outer = _installed
         if outer is not None:
             outer.remove()
-        _installed = _Installed(RewritePass(_settings(settings))) if on else None
+        _installed = _Installed(RewritePass(wanted)) if on else None
     try:
         yield
     finally:

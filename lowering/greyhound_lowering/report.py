@@ -115,6 +115,8 @@ class _Account:
             )
             if restarted:
                 # Dynamo threw the graph of its last attempt away: so do we what was said of it.
+                for decision in self._decisions[self._start_of_compilation :]:
+                    torch_private.count(decision.verdict, -1)
                 del self._decisions[self._start_of_compilation :]
             elif attempt is None or attempt != last:
                 self._start_of_compilation = len(self._decisions)
