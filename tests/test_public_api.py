@@ -91,10 +91,11 @@ def test_errors_can_be_caught_as_torchs() -> None:
 
 
 def test_import_brings_no_compiler_and_no_kernels() -> None:
-    # Compared with torch alone: what torch itself imports is its own affair. Its flop counter, which
-    # the ops give their formulas to, imports triton.
+    # Compared with torch alone: what torch itself imports is its own affair. Its flop counter,
+    # which the ops give their formulas to, imports triton.
     added = python(
-        "import sys, torch, torch.utils.flop_counter; before = set(sys.modules); import greyhound_ops; "
+        "import sys, torch, torch.utils.flop_counter; before = set(sys.modules); "
+        "import greyhound_ops; "
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}"
         " | {'.'.join(name.split('.')[:2]) for name in set(sys.modules) - before}))"
     ).split()
