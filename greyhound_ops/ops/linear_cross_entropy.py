@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -539,69 +540,55 @@ def _backward_by_row(
 # --------------------------------------------------------------------------------------- fakes
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    empty_mean_is_nan: bool = False,
-    chunk_size: int | None = None,
-    grad_weight_accum_dtype: str = "fp32",
-    compute_dtype: torch.dtype | None = None,
-    need_grad_input: bool = False,
-    need_grad_weight: bool = False,
-    need_grad_bias: bool = False,
-    grads_are_private: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _named(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments of a call by name, those left out by their defaults."""
+    arguments = op._schema.arguments
+    values = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    values.update(zip((each.name for each in arguments), args, strict=False))
+    return SimpleNamespace(**{**values, **kwargs})
+
+
+def _check_named(call: Any, reduction: str) -> tuple[GradientNeeds, torch.dtype]:
+    needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
+    row_loss = _RowLoss(
+        call.ignore_index, call.label_smoothing, call.z_loss, call.logit_scale, call.softcap
+    )
     _check(
-        input, weight, target, bias, class_weight,
-        _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap),
-        reduction, chunk_size, grad_weight_accum_dtype,
-        GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias),
+        call.input, call.weight, call.target, call.bias, call.class_weight, row_loss, reduction,
+        call.chunk_size, call.grad_weight_accum_dtype, needs,
     )  # fmt: skip
-    compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
+    dtype = validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype)
+    return needs, dtype
+
+
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = _named(torch.ops.greyhound.linear_cross_entropy.default, args, kwargs)
+    needs, compute_dtype = _check_named(call, call.reduction)
+    input, weight, target, bias = call.input, call.weight, call.target, call.bias
     dtype = _statistics_dtype(compute_dtype)
-    by_row = reduction == "none"
-    made_now = not (by_row and (need_grad_weight or need_grad_bias))
-    stored = stored_weight_dtype(weight.dtype, compute_dtype, grad_weight_accum_dtype)
+    by_row = call.reduction == "none"
+    made_now = not (by_row and (needs.weight or needs.bias))
+    stored = stored_weight_dtype(weight.dtype, compute_dtype, call.grad_weight_accum_dtype)
     return (
         input.new_empty(target.shape if by_row else (), dtype=dtype),
         input.new_empty((2, *target.shape), dtype=dtype),
         input.new_empty((), dtype=dtype),
-        input.new_empty(input.shape) if need_grad_input and made_now else empty(input),
-        empty_grad_weight(weight, stored) if need_grad_weight and made_now else empty(weight),
+        input.new_empty(input.shape) if needs.input and made_now else empty(input),
+        empty_grad_weight(weight, stored) if needs.weight and made_now else empty(weight),
         bias.new_empty(bias.shape, dtype=stored_bias_dtype(bias.dtype))
-        if need_grad_bias and made_now and bias is not None
+        if needs.bias and made_now
         else empty(input if bias is None else bias),
     )
 
 
-def _fake_backward(
-    grad_loss: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    bias: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    needs = torch.ops.greyhound.linear_cross_entropy_backward.default._schema.arguments
-    values = {a.name: a.default_value for a in needs if a.has_default_value()}
-    values.update(dict(zip((a.name for a in needs[6:]), args, strict=False)), **kwargs)
+def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _named(torch.ops.greyhound.linear_cross_entropy_backward.default, args, kwargs)
+    needs, _ = _check_named(call, "none")
+    input, weight, bias = call.input, call.weight, call.bias
     return (
-        input.new_empty(input.shape) if values["need_grad_input"] else empty(input),
-        empty_grad_weight(weight, weight.dtype) if values["need_grad_weight"] else empty(weight),
-        bias.new_empty(bias.shape)
-        if values["need_grad_bias"] and bias is not None
-        else empty(input),
+        input.new_empty(input.shape) if needs.input else empty(input),
+        empty_grad_weight(weight, weight.dtype) if needs.weight else empty(weight),
+        bias.new_empty(bias.shape) if needs.bias else empty(input),
     )
 
 
