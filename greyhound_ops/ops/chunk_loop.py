@@ -7,6 +7,7 @@ gradient that was not asked for has no buffer and no matrix product.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ FP16_ACCUM_GAIN = 1024.0
 # size than over the whole chunk (docs/performance.md, "Rows per product"). The projection gained
 # nothing from such a cut.
 GRAD_INPUT_ELEMENTS = 2**22
+
+
+def fp16_gain(logit_scale: float) -> float:
+    """What fp16 logits gradients are multiplied by: `FP16_GAIN`, less for scaled-up logits.
+
+    The scale multiplies the gradient too: 256 times a scale of 300 would pass fp16's 65504.
+    """
+    return 2.0 ** math.floor(math.log2(FP16_GAIN / max(1.0, abs(logit_scale))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +273,10 @@ class ChunkLoop:
                 for part in _parts(stop - start, self._grad_input_rows):
                     _accumulate(rows[part], grad_logits[part], self._weight, True, 1.0 / self.gain)
             else:  # rather a [rows, D] temporary than a cast of the whole weight
-                rows.copy_(torch.mm(grad_logits, self._weight) / self.gain)
+                product = grad_logits.new_empty(rows.shape)
+                # The gain comes off inside the product: fp16 may not hold it with the gain on.
+                _accumulate(product, grad_logits, self._weight, True, 1.0 / self.gain)
+                rows.copy_(product)
 
     def fold_exponentials(self, start: int, stop: int, source: Any) -> None:
         """Project some rows by exponentials and fold them into ``grad_input``.

@@ -28,12 +28,12 @@ from greyhound_ops.errors import (
 )
 from greyhound_ops.ops.chunk_loop import (
     FP16_ACCUM_GAIN,
-    FP16_GAIN,
     ChunkLoop,
     GradientNeeds,
     defers_division,
     empty,
     empty_grad_weight,
+    fp16_gain,
     row_major,
     stored_bias_dtype,
     stored_weight_dtype,
@@ -413,13 +413,18 @@ def _forward(
         compute_dtype=compute_dtype,
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
-        gain=FP16_GAIN if deferred and made_now else 1.0,
+        gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
         spare_fp16=True,
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)
     divisor = _Divisor(labels, class_weight, ignore_index, reduction == "mean", dtype)
     divides_now = bool(made_now) and not deferred
+    # fp16 again: a class weight of 300 times the gain would leave its range before it is divided.
+    largest_weight = None
+    if deferred and made_now and class_weight is not None:
+        largest_weight = class_weight.abs().amax().clamp_min(1.0)
+    grad_scale = None if largest_weight is None else largest_weight.reciprocal()
     exponentials = _exponentials(loop, labels, row_loss, class_weight, divisor)
     class_weight_sum = None if class_weight is None else class_weight.sum()
     spans = loop.spans()
@@ -442,7 +447,7 @@ def _forward(
                 row_loss,
                 class_weight=class_weight,
                 class_weight_sum=class_weight_sum,
-                grad_scale=divisor.reciprocal if divides_now else None,
+                grad_scale=divisor.reciprocal if divides_now else grad_scale,
                 row_scale=None,
                 gain=loop.gain,
                 read_statistics=False,
@@ -457,6 +462,8 @@ def _forward(
         result, denominator = divisor.apply(loss.reshape(target.shape), empty_mean_is_nan)
     else:
         result, denominator = divisor.apply(loss.sum(), empty_mean_is_nan)
+    if largest_weight is not None:
+        denominator = denominator / largest_weight
     return (
         result,
         statistics.reshape(2, *target.shape),
@@ -496,6 +503,11 @@ def _backward_by_row(
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
     dtype = _statistics_dtype(compute_dtype)
     rows = input.reshape(-1, input.shape[-1])
+    if statistics.shape != (2, *target.shape):
+        raise ValueError(
+            f"statistics: expected shape {[2, *target.shape]}, as the forward returned them, "
+            f"got {list(statistics.shape)}"
+        )
     labels, statistics = target.reshape(-1).long(), statistics.reshape(2, -1)
     upstream = grad_loss.reshape(-1)
     if class_weight is not None:
@@ -622,6 +634,28 @@ class _RefuseSecondDerivative(torch.autograd.Function):
         )
 
 
+class _Anchor(torch.autograd.Function):
+    """An empty tensor that depends on tensors without holding them.
+
+    A second derivative can be refused only through what the first one depends on. Saving the
+    operands for it would keep an activation alive and forbid writing to it after the loss.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*depends_on: Tensor | None) -> Tensor:
+        return depends_on[0].new_empty(0)  # type: ignore[union-attr]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotDifferentiableTwiceError(f"{NAME} is not differentiable twice")
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     arguments = dict(zip(_ARGUMENTS, inputs, strict=True))
     needs = tuple(arguments[f"need_grad_{name}"] for name in ("input", "weight", "bias"))
@@ -646,14 +680,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
             arguments["input"], arguments["weight"], arguments["compute_dtype"]
         )
     )
-    # The inputs are saved in every case, though only the recomputation reads them: a second
-    # derivative can be refused only through them. They are alive at the peak anyway.
+    operands = arguments["input"], arguments["weight"], arguments["bias"]
+    ctx.dtypes = tuple(None if each is None else each.dtype for each in operands)
+    read_again = ("input", "weight", "target", "bias", "class_weight")
+    with torch.enable_grad():
+        ctx.anchor = None if ctx.recompute else _Anchor.apply(*operands)
     ctx.save_for_backward(
-        arguments["input"],
-        arguments["weight"],
-        arguments["target"],
-        arguments["bias"],
-        arguments["class_weight"],
+        *(arguments[name] if ctx.recompute else None for name in read_again),
         statistics if ctx.recompute else None,
         denominator if ctx.deferred else None,
         grad_input if needs[0] and not ctx.recompute else None,
@@ -725,15 +758,14 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) ->
         # Asked at run time: in a compiled graph Inductor's donated buffers decide the same thing.
         # Outputs of an op are the caller's, unless he says that he keeps none of them.
         may_overwrite = ctx.options["grads_are_private"] and not torch_private.graph_is_kept()
-        dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
         factor = grad_loss
         if ctx.deferred:
-            factor = factor if ctx.by_row else factor / denominator
+            factor = factor / denominator
         grads = [None, None, None]
         # Under create_graph the upstream may require grad itself; the derivative that would be
         # recorded here is the one refused below.
         with torch.no_grad():
-            for index, (value, dtype) in enumerate(zip(stored, dtypes, strict=True)):
+            for index, (value, dtype) in enumerate(zip(stored, ctx.dtypes, strict=True)):
                 if value is None:
                     continue
                 each = factor
@@ -742,9 +774,7 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) ->
                 grads[index] = _scaled(value, each, dtype, may_overwrite)
         if torch.is_grad_enabled():
             grads = [
-                None
-                if grad is None
-                else _RefuseSecondDerivative.apply(grad, grad_loss, input, weight, bias)
+                None if grad is None else _RefuseSecondDerivative.apply(grad, grad_loss, ctx.anchor)
                 for grad in grads
             ]
     for position, grad, need in zip((0, 1, 3), grads, ctx.needs, strict=True):

@@ -164,6 +164,8 @@ def advance(logits: Logits, node: fx.Node) -> Logits:
         raise Declined(f"log-probabilities go into {name}")
     if example(node) is None:
         raise Declined(f"{name} has no recorded shape")
+    if node.kwargs.get("out") is not None:
+        raise Declined(f"{name} writes to a tensor of the caller's")
     if name not in _BINARY and (not node.args or node.args[0] is not logits.node):
         # As somebody's shape, dtype or index, or by keyword, which nobody writes.
         raise Declined(f"the logits are not the first argument of {name}")
@@ -227,11 +229,14 @@ def _regroup(logits: Logits, node: fx.Node) -> Logits:
     kept = after.dim() > 0 and logits.classes_last and _same(after.shape[-1], before.shape[-1])
     if not kept:
         raise Declined(f"{name} mixes the vocabulary with other dimensions")
-    if name == "squeeze" and len(node.args) == 1 and not node.kwargs:
-        # Without a dimension it drops every 1 there is, D of the hidden states too if D is 1.
-        raise Declined("squeeze without a dimension")
+    dims = _dimensions(node)
+    if dims is None or (
+        name != "unsqueeze" and any(dim % before.dim() == logits.class_dim for dim in dims)
+    ):
+        # It may keep V and still not be the same step on D, such as squeeze of a D of 1.
+        raise Declined(f"{name} touches the vocabulary")
     # Negative dimensions count the same on the hidden states: both have one dimension after the
-    # rows, and a step that touched that one would not have kept the vocabulary.
+    # rows.
     args, kwargs = node.args[1:], dict(node.kwargs)
     return _with_row_op(
         logits,
@@ -239,6 +244,21 @@ def _regroup(logits: Logits, node: fx.Node) -> Logits:
         after.dim() - 1,
         lambda graph, hidden: graph.call_method(name, (hidden, *args), kwargs),
     )
+
+
+def _dimensions(node: fx.Node) -> list[int] | None:
+    """Dimensions that flatten, unflatten, squeeze or unsqueeze names, or None where unknown."""
+    name = step_name(node)
+    if name == "flatten":
+        _, start, end = _arguments(node, "input", "start_dim", "end_dim")
+        dims = [0 if start is None else start, -1 if end is None else end]
+    elif name == "unflatten":
+        dims = [_arguments(node, "input", "dim", "sizes")[1]]
+    else:
+        dims = list(node.args[1:]) or [node.kwargs.get("dim")]
+        if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+            dims = list(dims[0])
+    return dims if all(type(dim) is int for dim in dims) else None
 
 
 @_step("permute", "transpose", "movedim", "t")
@@ -264,7 +284,9 @@ def _reorder(logits: Logits, node: fx.Node) -> Logits:
 @_step("getitem")
 def _index(logits: Logits, node: fx.Node) -> Logits:
     index = node.args[1]
-    items = list(index) if isinstance(index, (tuple, list)) else [index]
+    if isinstance(index, list):
+        raise Declined("an index by a list of rows")
+    items = list(index) if isinstance(index, tuple) else [index]
     before, after = logits.value, example(node)
     assert after is not None
     if not logits.classes_last:

@@ -23,6 +23,11 @@ _INPLACE_OPERATORS = (
 )  # fmt: skip
 
 
+# Functions that write to a table or to running statistics without saying so in their name; whether
+# they do depends on options, and such a call between a head and its loss is rare enough.
+_WRITES_STATE = ("embedding", "embedding_bag", "batch_norm", "instance_norm")
+
+
 def only_user(node: fx.Node) -> fx.Node:
     """The one node that reads a value.
 
@@ -65,11 +70,25 @@ def changed_in_place(node: fx.Node) -> list[Any]:
         return _written_by_schema(node)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         writes = "mutation" in node.target.name() or "auto_functionalized" in node.target.name()
-        return list(node.all_input_nodes) if writes else []
+        return list(node.all_input_nodes) if writes or _body_writes(node) else []
     name = getattr(node.target, "__name__", "")
     if (name.endswith("_") and not name.endswith("__")) or _asked_for_inplace(node):
         return list(node.all_input_nodes)
+    if name in _WRITES_STATE:
+        return list(node.all_input_nodes)
     return [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
+
+
+def _body_writes(node: fx.Node) -> bool:
+    """Whether the body of a higher-order operator (a checkpoint, a custom Function) writes."""
+    module = node.graph.owning_module
+    for argument in node.all_input_nodes:
+        if argument.op != "get_attr" or module is None:
+            continue
+        body = getattr(module, str(argument.target), None)
+        if isinstance(body, fx.GraphModule) and any(map(changed_in_place, body.graph.nodes)):
+            return True
+    return False
 
 
 def _written_by_schema(node: fx.Node) -> list[Any]:
@@ -103,21 +122,17 @@ def _asked_for_inplace(node: fx.Node) -> bool:
 
 
 def grad_is_off(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of a graph that run in a ``no_grad`` or ``inference_mode`` region inside it.
+    """Nodes of a graph that run in a ``no_grad`` region inside it.
 
     Asked of the graph and not of the recorded tensors: the recorded value of a view that was made
     there says that it requires grad.
     """
-    off, off_nodes, entered = False, set(), 0
+    off, off_nodes = False, set()
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled":
             off = node.args[0] is False
-        elif name == "_enter_inference_mode":
-            entered += 1
-        elif name == "_exit_inference_mode":
-            entered -= 1
-        if off or entered:
+        if off:
             off_nodes.add(node)
     return off_nodes
 
@@ -199,8 +214,10 @@ def check_pays(logits: Logits, settings: RewriteSettings) -> None:
 
 
 def check_graph(graph: fx.Graph) -> None:
-    """Decline whole graphs in which the op would run under a functorch transform."""
+    """Decline whole graphs in which the op would run under a transform or in inference mode."""
     for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "_enter_inference_mode":
+            raise Declined("the graph enters inference_mode, where tensors cannot be detached")
         module = getattr(node.target, "__module__", None) or ""
         if node.op == "call_function" and module.startswith("torch._functorch"):
             raise Declined(f"the graph runs a torch.func transform ({step_name(node)})")

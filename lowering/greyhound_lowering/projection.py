@@ -164,6 +164,8 @@ def _einsum_projection(
     if len(shared) != 1:
         return None
     contracted = shared.pop()
+    if known(value.shape[-1]) != known(matrix.shape[right.index(contracted)]):
+        return None  # a size of one would be broadcast
     if contracted in output or left[-1] != contracted:
         return None
     classes = right.replace(contracted, "")
@@ -176,17 +178,14 @@ def _einsum_projection(
     )
 
 
-def find_projections(graph: fx.Graph) -> list[Projection]:
-    """Every product of hidden states with a matrix in a graph from Dynamo, in graph order."""
-    found = []
-    for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        finder = _FINDERS.get(node.target)
-        projection = finder(node) if finder is not None and example(node) is not None else None
-        if projection is not None:
-            found.append(projection)
-    return found
+def find_projection(node: fx.Node) -> Projection | None:
+    """The projection that a node of a graph from Dynamo is, or None."""
+    if node.op not in ("call_function", "call_method") or example(node) is None:
+        return None
+    finder = _FINDERS.get(node.target)
+    if finder is None or node.kwargs.get("out") is not None:  # the buffer is the caller's
+        return None
+    return finder(node)
 
 
 def is_batched_product(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from greyhound_lowering.declined import Declined
 from greyhound_lowering.projection import (
     Projection,
     example,
-    find_projections,
+    find_projection,
     is_batched_product,
     is_product,
     known,
@@ -60,16 +60,19 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         """Rewrite a graph in place."""
         if not self.active or not rewrite_allowed():
             return
-        projections = find_projections(graph)
+        heads = [node for node in graph.nodes if find_projection(node) is not None]
         batched = [node for node in graph.nodes if is_batched_product(node) and _reaches_loss(node)]
-        if not projections and not batched:
+        if not heads and not batched:
             return
         number = account.next_graph()
         if batched:
             account.add(_left_batched(batched, number))
         before = str(graph)
         rewritten = 0
-        for projection in projections:
+        for node in heads:
+            # Anew: the hidden states may be the loss of a head that was rewritten before.
+            projection = find_projection(node)
+            assert projection is not None
             decision = self._decide(graph, projection, number)
             if decision is not None:
                 account.add(decision)

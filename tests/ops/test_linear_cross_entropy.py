@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ from greyhound_ops.errors import (
     TargetOutOfRangeError,
 )
 from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.testing import relative_error
 from samples import (
     CASES,
     DIFFERENTIABLE,
@@ -1079,4 +1081,57 @@ def test_target_checks_do_not_depend_on_the_setting_on_cpu() -> None:
     with config.override(checks=False), pytest.raises(TargetOutOfRangeError):
         chunked_linear_cross_entropy(
             sample.input, sample.weight, torch.full_like(sample.target, 11)
+        )
+
+
+# ----------------------------------------------------------------- what the op must not hold on to
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("input",), ()], ids=["head", "input", "none"])
+def test_operands_may_change_after_the_loss(frozen: tuple[str, ...]) -> None:
+    # Gradients of a scalar loss are made: nothing is read again, so nothing is kept from changing.
+    sample = make_sample(bias=True)
+    expected = run(chunked_linear_cross_entropy, sample, frozen=(*frozen, "bias"))
+    leaves = {
+        name: getattr(sample, name).clone().requires_grad_(name not in frozen)
+        for name in ("input", "weight")
+    }
+    bias = sample.bias.clone()
+    held = {name: value * 1 for name, value in leaves.items()}
+    loss = chunked_linear_cross_entropy(held["input"], held["weight"], sample.target, bias)
+    for value in (*held.values(), bias):
+        with torch.no_grad():
+            value.zero_()
+    loss.backward()
+    for name, value in leaves.items():
+        if name not in frozen:
+            assert relative_error(value.grad, getattr(expected, name)) < 1e-5
+
+
+def test_input_is_not_kept_alive_for_the_backward() -> None:
+    sample = make_sample()
+    hidden = sample.input.clone().requires_grad_() * 1
+    alive = weakref.ref(hidden.untyped_storage())
+    loss = chunked_linear_cross_entropy(hidden, sample.weight, sample.target)
+    del hidden
+    assert loss.requires_grad
+    assert alive() is None
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["scale", "class-weight"])
+def test_fp16_large_factors(weights: bool) -> None:
+    # 256 times 300 is beyond fp16: the gain of its logits gradients must make room.
+    sample = make_sample(dtype=torch.float16, class_weight=weights)
+    options = {} if weights else {"logit_scale": 300.0}
+    if weights:
+        sample = sample.replace(class_weight=sample.class_weight * 300)
+    check_against_reference(sample, reduction="mean", **options)
+    check_against_reference(sample, reduction="none", frozen=("weight",), **options)
+
+
+def test_statistics_of_another_call_are_refused() -> None:
+    sample = make_sample()
+    with pytest.raises(ValueError, match=r"\bstatistics\b.*expected"):
+        torch.ops.greyhound.linear_cross_entropy_backward(
+            torch.ones(13), sample.input, sample.weight, sample.target, torch.ones(13)
         )
