@@ -88,17 +88,15 @@ def chunked_linear_cross_entropy(
     validation.check_target(input, target)
     if class_weight is not None:
         validation.check_float_tensor("class_weight", class_weight)
-    validation.check_row_options(
+    validation.check_options(
+        reduction=reduction,
+        chunk_size=chunk_size,
+        grad_weight_accum_dtype=grad_weight_accum_dtype,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logit_scale=logit_scale,
         softcap=softcap,
-    )
-    validation.check_chunk_size(chunk_size)
-    validation.check_choice("reduction", reduction, validation.REDUCTIONS)
-    validation.check_choice(
-        "grad_weight_accum_dtype", grad_weight_accum_dtype, validation.ACCUM_DTYPES
     )
     grad_mode = torch.is_grad_enabled()
     if class_weight is not None and class_weight.requires_grad and grad_mode:

@@ -46,12 +46,10 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
         grad_weight_accum_dtype: str = "fp32",
     ) -> None:
         super().__init__()
-        validation.check_choice("reduction", reduction, validation.REDUCTIONS)
-        validation.check_choice(
-            "grad_weight_accum_dtype", grad_weight_accum_dtype, validation.ACCUM_DTYPES
-        )
-        validation.check_chunk_size(chunk_size)
-        validation.check_row_options(
+        validation.check_options(
+            reduction=reduction,
+            chunk_size=chunk_size,
+            grad_weight_accum_dtype=grad_weight_accum_dtype,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,20 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise TypeError(f"chunk_size: expected an int or None, got {type(chunk_size).__name__}")
     if isinstance(chunk_size, int) and chunk_size <= 0:
         raise ValueError(f"chunk_size: expected at least 1 row, got {chunk_size}")
+
+
+def check_options(
+    *,
+    reduction: str,
+    chunk_size: int | None,
+    grad_weight_accum_dtype: str,
+    **row_options: Any,
+) -> None:
+    """Check every option that is no tensor; ``row_options`` as for `check_row_options`."""
+    check_row_options(**row_options)
+    check_chunk_size(chunk_size)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("grad_weight_accum_dtype", grad_weight_accum_dtype, ACCUM_DTYPES)
 
 
 def resolve_compute_dtype(

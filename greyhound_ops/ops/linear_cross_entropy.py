@@ -81,9 +81,6 @@ class _RowLoss:
     logit_scale: float
     softcap: float | None
 
-    def check(self) -> None:
-        validation.check_row_options(**dataclasses.asdict(self))
-
 
 def _check(
     input: Tensor,
@@ -107,12 +104,12 @@ def _check(
                 f"got {list(class_weight.shape)}"
             )
         validation.check_same_device(input, class_weight=class_weight)
-    validation.check_choice("reduction", reduction, validation.REDUCTIONS)
-    validation.check_choice(
-        "grad_weight_accum_dtype", grad_weight_accum_dtype, validation.ACCUM_DTYPES
+    validation.check_options(
+        reduction=reduction,
+        chunk_size=chunk_size,
+        grad_weight_accum_dtype=grad_weight_accum_dtype,
+        **dataclasses.asdict(row_loss),
     )
-    validation.check_chunk_size(chunk_size)
-    row_loss.check()
     if needs.bias and bias is None:
         raise ValueError("need_grad_bias: expected False, since bias is None, got True")
 
@@ -344,7 +341,7 @@ class _Divisor:
         if self._class_weight is None:
             return number, number == 0
         last = self._class_weight.shape[0] - 1
-        chosen = self._class_weight[self._target.clamp(0, last).long()]
+        chosen = self._class_weight[self._target.clamp(0, last)]
         return (chosen * counts).sum(), number == 0
 
     @functools.cached_property
