@@ -11,7 +11,7 @@ from torch import Tensor
 
 from greyhound_ops import reference
 from greyhound_ops.functional import chunked_linear_cross_entropy
-from greyhound_ops.ops import linear_cross_entropy
+from greyhound_ops.ops import gradients
 from greyhound_ops.testing import peak_memory
 from samples import DIFFERENTIABLE, REDUCTIONS, Sample, dtype_id, make_sample, run
 
@@ -30,8 +30,8 @@ by_accum = pytest.mark.parametrize("accum", ["fp32", "weight"])
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale in blocks as small against these gradients as 32 MiB are against those of a model."""
     monkeypatch.setattr(
-        linear_cross_entropy,
-        "_blocks",
+        gradients,
+        "blocks",
         lambda tensor: [slice(i, i + 16) for i in range(0, tensor.shape[0], 16)],
     )
 

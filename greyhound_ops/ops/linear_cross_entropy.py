@@ -6,46 +6,38 @@ the backward scales them. ``reduction="none"`` has a gradient per row that only 
 ``grad_weight`` and ``grad_bias`` need the chunks projected once more in the backward, which is one
 opaque op of its own.
 
-The file holds, in this order: schemas, implementations, fakes, autograd, autocast, vmap, flops.
+The file holds, in this order: schemas, implementations, fakes, autograd, flops, registration.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from greyhound_ops import torch_private, validation
+from greyhound_ops import validation
 from greyhound_ops.config import settings
-from greyhound_ops.errors import (
-    ForwardModeError,
-    NotDifferentiableTwiceError,
-    TargetOutOfRangeError,
-)
+from greyhound_ops.errors import TargetOutOfRangeError
+from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
-    FP16_ACCUM_GAIN,
     ChunkLoop,
     GradientNeeds,
     defers_division,
     empty,
     empty_grad_weight,
     fp16_gain,
-    row_major,
     stored_bias_dtype,
     stored_weight_dtype,
 )
-
-NAME = "greyhound::linear_cross_entropy"
+from greyhound_ops.ops.gradients import use_triton
+from greyhound_ops.ops.op import Op, check_flags, in_order, product_flops
 
 # ------------------------------------------------------------------------------------- schemas
 
-_LIBRARY = torch.library.Library("greyhound", "FRAGMENT")
-
-_LIBRARY.define(
+OP = Op(
     "linear_cross_entropy("
     "Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None, "
     "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
@@ -55,9 +47,8 @@ _LIBRARY.define(
     "bool need_grad_bias=False, bool grads_are_private=False"
     ") -> (Tensor loss, Tensor statistics, Tensor denominator, "
     "Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
-_LIBRARY.define(
+OP_BACKWARD = Op(
     "linear_cross_entropy_backward("
     "Tensor grad_loss, Tensor input, Tensor weight, Tensor target, Tensor statistics, "
     "Tensor? bias=None, Tensor? class_weight=None, "
@@ -67,7 +58,6 @@ _LIBRARY.define(
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
     "bool need_grad_bias=False"
     ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
@@ -224,14 +214,6 @@ def _torch_rows(
     return grad.mul_(scale.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
 
 
-def _use_triton(logits_dtype: torch.dtype, device_type: str) -> bool:
-    choice = settings().kernels
-    if choice != "auto":
-        return choice == "triton"
-    # float64 stays with PyTorch: Triton passes scalar options as float32.
-    return device_type == "cuda" and logits_dtype != torch.float64
-
-
 def _rows(
     logits: Tensor,
     target: Tensor,
@@ -241,7 +223,7 @@ def _rows(
     **kwargs: Any,
 ) -> Tensor:
     """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
-    if not _use_triton(logits.dtype, logits.device.type):
+    if not use_triton(logits.dtype, logits.device.type):
         grad = _torch_rows(logits, target, loss, statistics, row_loss, **kwargs)
         if grad is None:
             return logits
@@ -270,7 +252,7 @@ def _exponentials(
     input, weight, bias = loop.operands
     if row_loss.label_smoothing or loop.needs.weight or loop.needs.bias:
         return None
-    if not _use_triton(input.dtype, input.device.type):
+    if not use_triton(input.dtype, input.device.type):
         return None
     from greyhound_ops.kernels import exponentials
 
@@ -549,14 +531,6 @@ def _backward_by_row(
 # --------------------------------------------------------------------------------------- fakes
 
 
-def _named(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a call by name, those left out by their defaults."""
-    arguments = op._schema.arguments
-    values = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    values.update(zip((each.name for each in arguments), args, strict=False))
-    return SimpleNamespace(**{**values, **kwargs})
-
-
 def _check_named(call: Any, reduction: str) -> tuple[GradientNeeds, torch.dtype]:
     needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
     row_loss = _RowLoss(
@@ -571,7 +545,7 @@ def _check_named(call: Any, reduction: str) -> tuple[GradientNeeds, torch.dtype]
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _named(torch.ops.greyhound.linear_cross_entropy.default, args, kwargs)
+    call = OP.named(args, kwargs)
     needs, compute_dtype = _check_named(call, call.reduction)
     input, weight, target, bias = call.input, call.weight, call.target, call.bias
     dtype = _statistics_dtype(compute_dtype)
@@ -591,7 +565,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _named(torch.ops.greyhound.linear_cross_entropy_backward.default, args, kwargs)
+    call = OP_BACKWARD.named(args, kwargs)
     needs, _ = _check_named(call, "none")
     input, weight, bias = call.input, call.weight, call.bias
     return (
@@ -603,291 +577,60 @@ def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------ autograd
 
-_ARGUMENTS = [
-    argument.name for argument in torch.ops.greyhound.linear_cross_entropy.default._schema.arguments
-]
-_OPTIONS = _ARGUMENTS[5:]
-
-
-class _RefuseSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on and ties it to what it depends on, so that differentiating it raises."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, *depends_on: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotDifferentiableTwiceError(
-            f"{NAME} is not differentiable twice: its gradients are made in the forward, chunk by "
-            "chunk, and their own derivative is not kept. Use greyhound_ops.reference, or plain "
-            "torch, where a second derivative is wanted (gradient penalties, Hessians)."
-        )
-
-
-class _Anchor(torch.autograd.Function):
-    """An empty tensor that depends on tensors without holding them.
-
-    A second derivative can be refused only through what the first one depends on. Saving the
-    operands for it would keep an activation alive and forbid writing to it after the loss.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*depends_on: Tensor | None) -> Tensor:
-        return depends_on[0].new_empty(0)  # type: ignore[union-attr]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotDifferentiableTwiceError(f"{NAME} is not differentiable twice")
+_OPERANDS = ("input", "weight", "bias")
+_OPTIONS = OP.arguments[5:]
+_READ_AGAIN = ("input", "weight", "target", "bias", "class_weight")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    arguments = dict(zip(_ARGUMENTS, inputs, strict=True))
-    needs = tuple(arguments[f"need_grad_{name}"] for name in ("input", "weight", "bias"))
-    for name, position, need in zip(("input", "weight", "bias"), (0, 1, 3), needs, strict=True):
-        if ctx.needs_input_grad[position] and not need:
-            raise ValueError(
-                f"need_grad_{name}: expected True, since {name} requires grad, got False; "
-                f"detach {name} if no gradient is wanted"
-            )
+    call = dict(zip(OP.arguments, inputs, strict=True))
+    check_flags(ctx, OP, call, _OPERANDS)
     if ctx.needs_input_grad[4]:
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
-    _, statistics, denominator, grad_input, grad_weight, grad_bias = output
-    ctx.mark_non_differentiable(statistics, denominator, grad_input, grad_weight, grad_bias)
+    _, statistics, denominator, *grads = output
+    ctx.mark_non_differentiable(statistics, denominator, *grads)
     # Else autograd would make a zero of [V, D] for the output grad_weight that nobody uses.
     ctx.set_materialize_grads(False)
-    ctx.options = {name: arguments[name] for name in _OPTIONS}
-    ctx.needs = needs
-    ctx.by_row = arguments["reduction"] == "none"
-    ctx.recompute = ctx.by_row and (needs[1] or needs[2])
-    ctx.deferred = defers_division(
-        validation.resolve_compute_dtype(
-            arguments["input"], arguments["weight"], arguments["compute_dtype"]
-        )
+    needs = {name: call[f"need_grad_{name}"] for name in _OPERANDS}
+    ctx.recompute = call["reduction"] == "none" and (needs["weight"] or needs["bias"])
+    ctx.options = {name: call[name] for name in _OPTIONS}
+    if ctx.recompute:
+        ctx.save_for_backward(*(call[name] for name in _READ_AGAIN), statistics)
+        return
+    dtype = validation.resolve_compute_dtype(call["input"], call["weight"], call["compute_dtype"])
+    gradients.keep(
+        ctx,
+        OP.name,
+        {name: call[name] for name in _OPERANDS},
+        {name: grad if needs[name] else None for name, grad in zip(_OPERANDS, grads, strict=True)},
+        denominator=denominator if defers_division(dtype) else None,
+        private=call["grads_are_private"],
     )
-    operands = arguments["input"], arguments["weight"], arguments["bias"]
-    ctx.dtypes = tuple(None if each is None else each.dtype for each in operands)
-    read_again = ("input", "weight", "target", "bias", "class_weight")
-    with torch.enable_grad():
-        ctx.anchor = None if ctx.recompute else _Anchor.apply(*operands)
-    ctx.save_for_backward(
-        *(arguments[name] if ctx.recompute else None for name in read_again),
-        statistics if ctx.recompute else None,
-        denominator if ctx.deferred else None,
-        grad_input if needs[0] and not ctx.recompute else None,
-        grad_weight if needs[1] and not ctx.recompute else None,
-        grad_bias if needs[2] and not ctx.recompute else None,
-    )
-
-
-def _blocks(tensor: Tensor) -> list[slice]:
-    """Row ranges of about 32 MiB in float32, for passes that need a float32 temporary."""
-    rows = max(2**23 // max(tensor[0].numel(), 1), 1) if tensor.shape[0] else 1
-    return [slice(i, i + rows) for i in range(0, tensor.shape[0], rows)]
-
-
-def _scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype, may_overwrite: bool) -> Tensor:
-    """``stored * factor`` in ``dtype``, multiplied in the statistics' dtype.
-
-    Args:
-        stored: Gradient as the forward left it.
-        factor: Scalar, or one per row of ``stored``.
-        dtype: Of the result.
-        may_overwrite: Whether ``stored`` is needed no more; then no second buffer of its size is
-            made.
-    """
-    if not torch_private.is_plain_eager(stored):
-        # Inductor fuses the three and writes over the donated buffer.
-        if factor.dim():
-            factor = factor.unsqueeze(-1)
-        return (stored.to(factor.dtype) * factor).to(dtype)
-    in_place = may_overwrite and stored.dtype == dtype
-    transposed = stored.dim() == 2 and not row_major(stored)
-    flat = stored.t() if transposed else stored
-    if factor.dim():
-        flat = flat.reshape(-1, flat.shape[-1])
-        factor = factor.reshape(-1, 1)
-    if in_place and factor.dim() == 0 and _use_triton(flat.dtype, flat.device.type):
-        from greyhound_ops.kernels.scale import scale_
-
-        scale_(flat, factor)
-        return stored
-    out = flat if in_place else torch.empty_like(flat, dtype=dtype)
-    if flat.dtype == factor.dtype == dtype or flat.dim() == 0:
-        torch.mul(flat, factor, out=out)
-    else:
-        for block in _blocks(flat):
-            out[block] = flat[block].to(factor.dtype) * (factor[block] if factor.dim() else factor)
-    if factor.dim():
-        return out.reshape(stored.shape)
-    return out.t() if transposed else out
 
 
 def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    result: list[Any] = [None] * len(_ARGUMENTS)
     if grad_loss is None:
-        return tuple(result)
-    (
-        input, weight, target, bias, class_weight, statistics, denominator, *stored,
-    ) = ctx.saved_tensors  # fmt: skip
+        return (None,) * len(OP.arguments)
+    if not ctx.recompute:
+        grads, _ = gradients.give(ctx, grad_loss)
+        return in_order(OP, grads)
+    input, weight, target, bias, class_weight, statistics = ctx.saved_tensors
     options = dict(ctx.options)
-    if ctx.recompute:
-        for name in ("reduction", "empty_mean_is_nan", "grads_are_private"):
-            options.pop(name)
-        grads: list[Tensor | None] = list(
-            torch.ops.greyhound.linear_cross_entropy_backward(
-                grad_loss, input, weight, target, statistics, bias, class_weight, **options
-            )
-        )
-    else:
-        # Asked at run time: in a compiled graph Inductor's donated buffers decide the same thing.
-        # Outputs of an op are the caller's, unless he says that he keeps none of them.
-        may_overwrite = ctx.options["grads_are_private"] and not torch_private.graph_is_kept()
-        factor = grad_loss
-        if ctx.deferred:
-            factor = factor / denominator
-        grads = [None, None, None]
-        # Under create_graph the upstream may require grad itself; the derivative that would be
-        # recorded here is the one refused below.
-        with torch.no_grad():
-            for index, (value, dtype) in enumerate(zip(stored, ctx.dtypes, strict=True)):
-                if value is None:
-                    continue
-                each = factor
-                if ctx.deferred and value.dtype == torch.float16 and index == 1:
-                    each = factor * FP16_ACCUM_GAIN
-                grads[index] = _scaled(value, each, dtype, may_overwrite)
-        if torch.is_grad_enabled():
-            grads = [
-                None if grad is None else _RefuseSecondDerivative.apply(grad, grad_loss, ctx.anchor)
-                for grad in grads
-            ]
-    for position, grad, need in zip((0, 1, 3), grads, ctx.needs, strict=True):
-        result[position] = grad if need else None
-    return tuple(result)
-
-
-class _Functorch(torch.autograd.Function):
-    """The same derivative in the form that ``torch.func`` asks of a function.
-
-    The kernel that ``register_autograd`` makes is refused there (and an op without one would
-    silently get a zero).
-    """
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return torch.ops.greyhound.linear_cross_entropy.default(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _autograd_backward(ctx, *grads)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _vmap(info, in_dims, *args)
-
-
-def functorch_call(*args: Any) -> Any:
-    """The op under ``torch.func`` transforms; arguments all positional."""
-    return _Functorch.apply(*args)
-
-
-def _refuse_twice(ctx: Any, *grads: Tensor) -> None:
-    _RefuseSecondDerivative.backward(ctx, *grads)
-
-
-def _no_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.set_materialize_grads(False)
-
-
-def _refuse_forward_mode(args: tuple[Any, ...]) -> None:
-    for value in args:
-        if isinstance(value, Tensor) and torch_private.has_forward_tangent(value):
-            raise ForwardModeError(
-                f"{NAME} has no forward-mode derivative (jvp); use greyhound_ops.reference or "
-                "plain torch there. Ignoring the tangent would give a silent zero."
-            )
-
-
-def _guarded(kernel: Any) -> Any:
-    """Refuse forward-mode tangents before the autograd kernel would drop them."""
-
-    def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_forward_mode((*args, *kwargs.values()))
-        return kernel(keyset, *args, **kwargs)
-
-    return autograd_kernel
-
-
-# ------------------------------------------------------------------------------------ autocast
-
-
-def _autocast(device_type: str) -> Any:
-    position = _ARGUMENTS.index("compute_dtype")
-
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        # Nothing is cast here: the op multiplies in the dtype of autocast and hands each gradient
-        # back in the dtype of its own tensor, so that an fp32 weight gets its fp32 accumulator
-        # as it is, without a rounding to bf16 in between. float64 is left alone, as autocast does.
-        given = kwargs.get("compute_dtype", args[position] if len(args) > position else None)
-        wide = any(value.dtype == torch.float64 for value in args[:2])
-        with torch.autocast(device_type, enabled=False):
-            if given is None and not wide:
-                kwargs["compute_dtype"] = torch.get_autocast_dtype(device_type)
-                args = args[:position] + args[position + 1 :] if len(args) > position else args
-                if len(args) > position:
-                    kwargs.update(zip(_ARGUMENTS[position + 1 :], args[position:], strict=False))
-                    args = args[:position]
-            return torch.ops.greyhound.linear_cross_entropy.default(*args, **kwargs)
-
-    return cast
-
-
-# ---------------------------------------------------------------------------------------- vmap
-
-
-def _vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    """One call per sample: a batched head would otherwise need its logits side by side."""
-    calls = []
-    for index in range(info.batch_size):
-        sample = [
-            value if dim is None else value.select(dim, index)
-            for value, dim in zip(args, in_dims, strict=True)
-        ]
-        # The flags were read off batched tensors, which never say that they require grad.
-        for name, position in (("input", 0), ("weight", 1), ("bias", 3)):
-            tensor = sample[position]
-            if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-                sample[_ARGUMENTS.index(f"need_grad_{name}")] = True
-        calls.append(torch.ops.greyhound.linear_cross_entropy.default(*sample))
-    outputs = tuple(torch.stack(column) for column in zip(*calls, strict=True))
-    return outputs, (0,) * len(outputs)
+    for name in ("reduction", "empty_mean_is_nan", "grads_are_private"):
+        options.pop(name)
+    made = OP_BACKWARD.packet(
+        grad_loss, input, weight, target, statistics, bias, class_weight, **options
+    )
+    return in_order(
+        OP,
+        {
+            name: grad if options[f"need_grad_{name}"] else None
+            for name, grad in zip(_OPERANDS, made, strict=True)
+        },
+    )
 
 
 # --------------------------------------------------------------------------------------- flops
-
-
-def _product_flops(input_shape: Any, weight_shape: Any) -> int:
-    rows = 1
-    for size in input_shape[:-1]:
-        rows *= size
-    return int(2 * rows * weight_shape[0] * weight_shape[1])
 
 
 def _flops(
@@ -895,7 +638,7 @@ def _flops(
 ) -> int:
     # Which gradients were made is read off the outputs: one that was not asked for is empty.
     made = sum(1 for shape in out_shape[3:5] if len(shape) > 1)
-    return _product_flops(input_shape, weight_shape) * (1 + made)
+    return product_flops(input_shape, weight_shape) * (1 + made)
 
 
 def _flops_backward(
@@ -907,47 +650,16 @@ def _flops_backward(
     **kwargs: Any,
 ) -> int:
     made = sum(1 for shape in out_shape[:2] if len(shape) > 1)
-    return _product_flops(input_shape, weight_shape) * (1 + made)
+    return product_flops(input_shape, weight_shape) * (1 + made)
 
 
 # -------------------------------------------------------------------------------- registration
 
-
-def _on_device(function: Any) -> Any:
-    """Run an implementation with the device of its tensors current: Triton launches there."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
-            with torch.cuda.device(args[0].device):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    op = torch.ops.greyhound.linear_cross_entropy
-    backward = torch.ops.greyhound.linear_cross_entropy_backward
-    _LIBRARY.impl("linear_cross_entropy", _on_device(_forward), "CompositeExplicitAutograd")
-    _LIBRARY.impl(
-        "linear_cross_entropy_backward", _on_device(_backward_by_row), "CompositeExplicitAutograd"
-    )
-    torch.library.register_fake(NAME, _fake, lib=_LIBRARY)
-    torch.library.register_fake(f"{NAME}_backward", _fake_backward, lib=_LIBRARY)
-    for packet, rule, setup in (
-        (op, _autograd_backward, _setup_context),
-        (backward, _refuse_twice, _no_context),
-    ):
-        kernel = torch_private.autograd_kernel(packet.default, rule, setup)
-        _LIBRARY.impl(packet.default._opname, _guarded(kernel), "Autograd", with_keyset=True)
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _LIBRARY.impl("linear_cross_entropy", _autocast(device_type), key)
-    torch.library.register_vmap(NAME, _vmap, lib=_LIBRARY)
-    register_flop_formula(op)(_flops)
-    register_flop_formula(backward)(_flops_backward)
-
-
-_register()
+OP.implement(_forward, _fake)
+OP.autograd(_setup_context, _autograd_backward)
+OP.autocast()
+OP.vmap_by_sample()
+OP.flops(_flops)
+OP_BACKWARD.implement(_backward_by_row, _fake_backward)
+OP_BACKWARD.autograd(*gradients.refuse_twice(OP.name))
+OP_BACKWARD.flops(_flops_backward)

@@ -1,4 +1,4 @@
-"""Modules around `greyhound_ops.functional`, for code that keeps its loss in an object."""
+"""Cross entropy of a linear projection, as a module."""
 
 from __future__ import annotations
 

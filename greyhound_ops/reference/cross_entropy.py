@@ -1,8 +1,4 @@
-"""Plain PyTorch truth for every op: materialises the logits, works in any dtype.
-
-These functions are the oracle of the tests and of the benchmarks. They are written to be read, use
-nothing but public torch operators, and differentiate by ordinary autograd (twice, if asked).
-"""
+"""Cross entropy of a linear projection."""
 
 from __future__ import annotations
 

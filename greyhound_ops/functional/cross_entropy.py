@@ -1,7 +1,4 @@
-"""Linear projection plus loss in one call, without the logits.
-
-N rows (tokens), D hidden size, V vocabulary (classes).
-"""
+"""Cross entropy of a linear projection."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ def chunked_linear_cross_entropy(
         raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
     call: Callable[..., Any] = torch.ops.greyhound.linear_cross_entropy
     if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
-        call = linear_cross_entropy.functorch_call
+        call = linear_cross_entropy.OP.functorch_call
     loss: Tensor = call(
         input,
         weight,

@@ -1,0 +1,7 @@
+"""Modules around `greyhound_ops.functional`, for code that keeps its loss in an object."""
+
+from __future__ import annotations
+
+from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
+
+__all__ = ["ChunkedLinearCrossEntropyLoss"]

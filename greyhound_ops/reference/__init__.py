@@ -1,0 +1,11 @@
+"""Plain PyTorch truth for every op: materialises the logits, works in any dtype.
+
+These functions are the oracle of the tests and of the benchmarks. They are written to be read, use
+nothing but public torch operators, and differentiate by ordinary autograd (twice, if asked).
+"""
+
+from __future__ import annotations
+
+from greyhound_ops.reference.cross_entropy import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]
