@@ -10,6 +10,7 @@ from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum")
 ACCUM_DTYPES = ("fp32", "weight")
+DIVERGENCES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -77,36 +78,45 @@ def check_same_device(reference: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def check_projection(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check ``input [..., D]``, ``weight [V, D]`` and ``bias [V]`` against each other."""
-    check_float_tensor("input", input)
-    check_float_tensor("weight", weight)
+def check_projection(
+    input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> None:
+    """Check ``input [..., D]``, ``weight [V, D]`` and ``bias [V]`` against each other.
+
+    Args:
+        input: Hidden states.
+        weight: Projection.
+        bias: Or None.
+        prefix: Of the arguments' names in messages, such as ``teacher_``.
+    """
+    check_float_tensor(f"{prefix}input", input)
+    check_float_tensor(f"{prefix}weight", weight)
     if weight.dim() != 2:
         raise ValueError(
-            f"weight: expected shape [V, D], got {list(weight.shape)}; a flat or sharded parameter "
-            "must be gathered first"
+            f"{prefix}weight: expected shape [V, D], got {list(weight.shape)}; a flat or sharded "
+            "parameter must be gathered first"
         )
     if input.dim() < 1:
-        raise ValueError("input: expected shape [..., D], got a scalar")
+        raise ValueError(f"{prefix}input: expected shape [..., D], got a scalar")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"input: expected last dimension D = {weight.shape[1]} as in weight "
+            f"{prefix}input: expected last dimension D = {weight.shape[1]} as in {prefix}weight "
             f"{list(weight.shape)}, got shape {list(input.shape)}"
         )
     if weight.shape[0] == 0:
         raise ValueError(
-            f"weight: expected at least one class, got shape {list(weight.shape)}; "
+            f"{prefix}weight: expected at least one class, got shape {list(weight.shape)}; "
             "a sharded parameter must be gathered first"
         )
     if weight.shape[1] == 0:
-        raise ValueError(f"weight: expected D >= 1, got shape {list(weight.shape)}")
+        raise ValueError(f"{prefix}weight: expected D >= 1, got shape {list(weight.shape)}")
     if bias is not None:
-        check_float_tensor("bias", bias)
+        check_float_tensor(f"{prefix}bias", bias)
         if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
             raise ValueError(
-                f"bias: expected shape [V] = [{weight.shape[0]}], got {list(bias.shape)}"
+                f"{prefix}bias: expected shape [V] = [{weight.shape[0]}], got {list(bias.shape)}"
             )
-    check_same_device(input, weight=weight, bias=bias)
+    check_same_device(input, **{f"{prefix}weight": weight, f"{prefix}bias": bias})
 
 
 def check_target(input: Tensor, target: object) -> None:
@@ -121,6 +131,34 @@ def check_target(input: Tensor, target: object) -> None:
             f"dimension, got {list(target.shape)}"
         )
     check_same_device(input, target=target)
+
+
+def check_row_weight(input: Tensor, row_weight: object) -> None:
+    """Check a weight per row, ``[...]`` for ``input [..., D]``."""
+    if row_weight is None:
+        return
+    tensor = check_float_tensor("row_weight", row_weight)
+    if tensor.shape != input.shape[:-1]:
+        raise ValueError(
+            f"row_weight: expected shape {list(input.shape[:-1])}, that of input without its last "
+            f"dimension, got {list(tensor.shape)}"
+        )
+    check_same_device(input, row_weight=tensor)
+
+
+def check_divisor(input: Tensor, divisor: object, reduction: str) -> None:
+    """Check the caller's own divisor of a mean."""
+    if divisor is None:
+        return
+    if reduction != "mean":
+        raise ValueError(
+            f"divisor: expected None with reduction={reduction!r}; only a mean is divided"
+        )
+    if not isinstance(divisor, Tensor):
+        raise TypeError(f"divisor: expected a tensor, got {type(divisor).__name__}")
+    if divisor.dim() != 0:
+        raise ValueError(f"divisor: expected a scalar, got shape {list(divisor.shape)}")
+    check_same_device(input, divisor=divisor)
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
@@ -147,10 +185,30 @@ def check_options(
     check_choice("grad_weight_accum_dtype", grad_weight_accum_dtype, ACCUM_DTYPES)
 
 
+def check_distillation_options(
+    *,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+) -> None:
+    """Check the options of a divergence between student and teacher."""
+    check_choice("divergence", divergence, DIVERGENCES)
+    check_number("beta", beta, least=0.0)
+    if beta > 1.0:
+        raise ValueError(f"beta: expected a number in [0, 1], got {beta}")
+    check_number("temperature", temperature)
+    if temperature <= 0.0:
+        raise ValueError(f"temperature: expected a positive number, got {temperature}")
+    check_number("soft_weight", soft_weight)
+    check_number("hard_weight", hard_weight)
+
+
 def resolve_compute_dtype(
-    input: Tensor, weight: Tensor, compute_dtype: torch.dtype | None
+    input: Tensor, weight: Tensor, compute_dtype: torch.dtype | None, prefix: str = ""
 ) -> torch.dtype:
-    """Dtype of the matrix products.
+    """Dtype of the matrix products; ``prefix`` as for `check_projection`.
 
     Raises:
         TypeError: If input and weight differ and neither autocast nor the caller says what to use.
@@ -161,7 +219,8 @@ def resolve_compute_dtype(
         return compute_dtype
     if input.dtype != weight.dtype:
         raise TypeError(
-            f"weight: expected the dtype of input, {input.dtype}, got {weight.dtype}; "
+            f"{prefix}weight: expected the dtype of {prefix}input, {input.dtype}, "
+            f"got {weight.dtype}; "
             "cast one of them or run under torch.autocast"
         )
     return input.dtype

@@ -37,32 +37,36 @@ def test_names() -> None:
         "modules",
     ]
     assert all(hasattr(greyhound_ops, name) for name in greyhound_ops.__all__)
-    assert functional.__all__ == ["chunked_linear_cross_entropy"]
+    assert functional.__all__ == ["CrossEntropyOutput", "chunked_linear_cross_entropy"]
     assert modules.__all__ == ["ChunkedLinearCrossEntropyLoss"]
 
 
 OPTIONS = (
     "ignore_index: 'int' = -100, reduction: 'str' = 'mean', label_smoothing: 'float' = 0.0, "
     "z_loss: 'float' = 0.0, logit_scale: 'float' = 1.0, softcap: 'float | None' = None, "
-    "chunk_size: 'int | None' = None, grad_weight_accum_dtype: 'str' = 'fp32'"
 )
+PER_CALL = "row_weight: 'Tensor | None' = None, denominator: 'float | Tensor | None' = None"
+OUTPUTS = "return_z_loss: 'bool' = False, return_lse: 'bool' = False, "
+PLAN = "chunk_size: 'int | None' = None, grad_weight_accum_dtype: 'str' = 'fp32'"
 
 
 def test_signature_of_the_function() -> None:
     assert str(inspect.signature(functional.chunked_linear_cross_entropy)) == (
         "(input: 'Tensor', weight: 'Tensor', target: 'Tensor', bias: 'Tensor | None' = None, *, "
-        f"class_weight: 'Tensor | None' = None, {OPTIONS}) -> 'Tensor'"
+        f"class_weight: 'Tensor | None' = None, {OPTIONS}{PER_CALL}, {OUTPUTS}{PLAN}) "
+        "-> 'Tensor | CrossEntropyOutput'"
     )
 
 
 def test_signature_of_the_module() -> None:
     module = modules.ChunkedLinearCrossEntropyLoss
     assert str(inspect.signature(module)) == (
-        f"(class_weight: 'Tensor | None' = None, *, {OPTIONS}) -> 'None'"
+        f"(class_weight: 'Tensor | None' = None, *, {OPTIONS}{OUTPUTS}{PLAN}) -> 'None'"
     )
     assert str(inspect.signature(module.forward)) == (
         "(self, input: 'Tensor', weight: 'Tensor', target: 'Tensor', "
-        "bias: 'Tensor | None' = None) -> 'Tensor'"
+        f"bias: 'Tensor | None' = None, *, {PER_CALL}) "
+        "-> 'Tensor | functional.CrossEntropyOutput'"
     )
 
 
@@ -80,8 +84,14 @@ def test_tensors_come_first_and_flags_last() -> None:
         for argument in torch.ops.greyhound.linear_cross_entropy.default._schema.arguments
     ]
     assert names[:5] == ["input", "weight", "target", "bias", "class_weight"]
-    assert names[-4:-1] == ["need_grad_input", "need_grad_weight", "need_grad_bias"]
-    assert names[-1] == "grads_are_private"
+    assert names[-7:-3] == [
+        "need_grad_input",
+        "need_grad_weight",
+        "need_grad_bias",
+        "grads_are_private",
+    ]
+    # Added later, so that calls by position stay right.
+    assert names[-3:] == ["row_weight", "divisor", "return_lse"]
 
 
 def test_errors_can_be_caught_as_torchs() -> None:

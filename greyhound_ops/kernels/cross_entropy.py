@@ -45,6 +45,8 @@ def row_loss_and_grad(
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
     row_scale_ptr,  # [C] factor of each row's gradient, or None
     row_scale_stride,
+    lse_grad_ptr,  # [C] upstream gradient of each row's log-sum-exp, or None
+    lse_grad_stride,
     num_classes,
     ignore_index,
     label_smoothing,
@@ -59,6 +61,7 @@ def row_loss_and_grad(
     HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr,
     READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -145,10 +148,6 @@ def row_loss_and_grad(
 
         if WRITE_GRAD:
             scale = poison + gain
-            if HAS_GRAD_SCALE:
-                scale *= tl.load(grad_scale_ptr).to(tl.float32)
-            if HAS_ROW_SCALE:
-                scale *= tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
             if HAS_SCALE:
                 scale *= logit_scale
             mass = hard
@@ -156,6 +155,17 @@ def row_loss_and_grad(
                 mass += smooth * weight_sum
             if HAS_Z_LOSS:
                 mass += 2.0 * z_loss * (shift + log_sum)
+            upstream = tl.full([], 1.0, tl.float32)
+            if HAS_GRAD_SCALE:
+                upstream *= tl.load(grad_scale_ptr).to(tl.float32)
+            if HAS_ROW_SCALE:
+                upstream *= tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
+            mass *= upstream
+            hard *= upstream
+            smooth *= upstream
+            if HAS_LSE_GRAD:
+                # dlse/dz_j = p_j: nothing but more mass.
+                mass += tl.load(lse_grad_ptr + row * lse_grad_stride).to(tl.float32)
             # The target's logit is read above by every thread of the program and written below by
             # one: without a barrier a fast warp would overwrite it under a slow one.
             tl.debug_barrier()
@@ -198,6 +208,8 @@ def cross_entropy_kernel(
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
     row_scale_ptr,  # [C] factor of each row's gradient, or None
     row_scale_stride,
+    lse_grad_ptr,  # [C] upstream gradient of each row's log-sum-exp, or None
+    lse_grad_stride,
     num_classes,
     ignore_index,
     label_smoothing,
@@ -212,6 +224,7 @@ def cross_entropy_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
+    HAS_LSE_GRAD: tl.constexpr,
     READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,6 +245,8 @@ def cross_entropy_kernel(
         grad_scale_ptr,
         row_scale_ptr,
         row_scale_stride,
+        lse_grad_ptr,
+        lse_grad_stride,
         num_classes,
         ignore_index,
         label_smoothing,
@@ -246,6 +261,7 @@ def cross_entropy_kernel(
         HAS_SOFTCAP,
         HAS_GRAD_SCALE,
         HAS_ROW_SCALE,
+        HAS_LSE_GRAD,
         READ_STATISTICS,
         WRITE_GRAD,
         BLOCK,
@@ -273,6 +289,7 @@ def cross_entropy(
     class_weight_sum: torch.Tensor | None,
     grad_scale: torch.Tensor | None,
     row_scale: torch.Tensor | None,
+    lse_grad: torch.Tensor | None = None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -295,6 +312,7 @@ def cross_entropy(
         class_weight_sum: Scalar on the device, with ``class_weight``.
         grad_scale: Scalar on the device that multiplies the gradient, or None.
         row_scale: ``[C]``, multiplies the gradient row by row, any stride, or None.
+        lse_grad: ``[C]``, upstream gradient of each row's log-sum-exp, any stride, or None.
         ignore_index: Target value of rows that do not count; they get zeros.
         label_smoothing: In ``[0, 1]``.
         z_loss: Multiplier of the squared log-sum-exp.
@@ -321,6 +339,8 @@ def cross_entropy(
         grad_scale,
         row_scale,
         0 if row_scale is None else row_scale.stride(0),
+        lse_grad,
+        0 if lse_grad is None else lse_grad.stride(0),
         num_classes,
         ignore_index,
         label_smoothing,
@@ -335,6 +355,7 @@ def cross_entropy(
         HAS_SOFTCAP=softcap is not None,
         HAS_GRAD_SCALE=grad_scale is not None,
         HAS_ROW_SCALE=row_scale is not None,
+        HAS_LSE_GRAD=lse_grad is not None,
         READ_STATISTICS=read_statistics,
         WRITE_GRAD=write_grad,
         BLOCK=block,

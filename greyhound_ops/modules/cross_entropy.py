@@ -12,8 +12,8 @@ __all__ = ["ChunkedLinearCrossEntropyLoss"]
 class ChunkedLinearCrossEntropyLoss(nn.Module):
     """`functional.chunked_linear_cross_entropy` with its options fixed.
 
-    Call it with ``(input [..., D], weight [V, D], target [...], bias [V] or None)``; the head's
-    parameters stay with the model.
+    Call it with ``(input [..., D], weight [V, D], target [...], bias [V] or None)`` and, by
+    keyword, ``row_weight`` and ``denominator``; the head's parameters stay with the model.
 
     Args:
         class_weight: ``[V]`` or None; kept as a buffer.
@@ -23,6 +23,8 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
         z_loss: Multiplier of the squared log-sum-exp.
         logit_scale: Factor on the logits.
         softcap: Cap of the logits, or None.
+        return_z_loss: Return the z-loss part as well.
+        return_lse: Return each row's log-sum-exp as well.
         chunk_size: Rows per chunk, or None.
         grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``.
 
@@ -42,6 +44,8 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_lse: bool = False,
         chunk_size: int | None = None,
         grad_weight_accum_dtype: str = "fp32",
     ) -> None:
@@ -63,12 +67,21 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
         self.z_loss = z_loss
         self.logit_scale = logit_scale
         self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_lse = return_lse
         self.chunk_size = chunk_size
         self.grad_weight_accum_dtype = grad_weight_accum_dtype
 
     def forward(
-        self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        row_weight: Tensor | None = None,
+        denominator: float | Tensor | None = None,
+    ) -> Tensor | functional.CrossEntropyOutput:
         """The loss; shapes and errors as in `functional.chunked_linear_cross_entropy`."""
         return functional.chunked_linear_cross_entropy(
             input,
@@ -82,6 +95,10 @@ class ChunkedLinearCrossEntropyLoss(nn.Module):
             z_loss=self.z_loss,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
+            row_weight=row_weight,
+            denominator=denominator,
+            return_z_loss=self.return_z_loss,
+            return_lse=self.return_lse,
             chunk_size=self.chunk_size,
             grad_weight_accum_dtype=self.grad_weight_accum_dtype,
         )

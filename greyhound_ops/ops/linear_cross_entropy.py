@@ -33,7 +33,7 @@ from greyhound_ops.ops.chunk_loop import (
     stored_weight_dtype,
 )
 from greyhound_ops.ops.gradients import use_triton
-from greyhound_ops.ops.op import Op, check_flags, in_order, product_flops
+from greyhound_ops.ops.op import Op, check_flags, check_frozen, in_order, product_flops
 
 # ------------------------------------------------------------------------------------- schemas
 
@@ -44,9 +44,10 @@ OP = Op(
     "float logit_scale=1.0, float? softcap=None, bool empty_mean_is_nan=False, "
     "SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
-    "bool need_grad_bias=False, bool grads_are_private=False"
+    "bool need_grad_bias=False, bool grads_are_private=False, "
+    "Tensor? row_weight=None, Tensor? divisor=None, bool return_lse=False"
     ") -> (Tensor loss, Tensor statistics, Tensor denominator, "
-    "Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor lse, Tensor row_loss)",
 )
 OP_BACKWARD = Op(
     "linear_cross_entropy_backward("
@@ -56,7 +57,7 @@ OP_BACKWARD = Op(
     "float logit_scale=1.0, float? softcap=None, "
     "SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
-    "bool need_grad_bias=False"
+    "bool need_grad_bias=False, Tensor? grad_lse=None"
     ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
 )
 
@@ -83,6 +84,8 @@ def _check(
     chunk_size: int | None,
     grad_weight_accum_dtype: str,
     needs: GradientNeeds,
+    row_weight: Tensor | None = None,
+    divisor: Tensor | None = None,
 ) -> None:
     validation.check_projection(input, weight, bias)
     validation.check_target(input, target)
@@ -100,8 +103,19 @@ def _check(
         grad_weight_accum_dtype=grad_weight_accum_dtype,
         **dataclasses.asdict(row_loss),
     )
+    validation.check_row_weight(input, row_weight)
+    validation.check_divisor(input, divisor, reduction)
     if needs.bias and bias is None:
         raise ValueError("need_grad_bias: expected False, since bias is None, got True")
+
+
+def _recomputes(reduction: str, return_lse: bool, needs: GradientNeeds) -> bool:
+    """Whether the backward makes the gradients.
+
+    Gradients per row need the upstream of that row before rows are summed up; and the upstream of a
+    log-sum-exp is per row whatever the reduction of the loss.
+    """
+    return bool(needs) and (return_lse or (reduction == "none" and (needs.weight or needs.bias)))
 
 
 # ----------------------------------------------------------------------------- implementations
@@ -139,6 +153,7 @@ def _torch_rows(
     class_weight_sum: Tensor | None,
     grad_scale: Tensor | None,
     row_scale: Tensor | None,
+    lse_grad: Tensor | None = None,
     gain: float,
     read_statistics: bool,
     write_grad: bool,
@@ -200,17 +215,23 @@ def _torch_rows(
 
     if row_loss.z_loss:
         mass = mass + 2.0 * row_loss.z_loss * (shift + log_sum)
+    upstream = torch.ones_like(shift) if grad_scale is None else grad_scale.expand_as(shift)
+    if row_scale is not None:
+        upstream = upstream * row_scale
+    mass = mass * upstream
+    if lse_grad is not None:
+        mass = mass + lse_grad  # dlse/dz_j = p_j
     grad = probabilities.mul_(mass.unsqueeze(1))
-    grad.scatter_add_(1, safe_target.unsqueeze(1), -hard.unsqueeze(1))
+    grad.scatter_add_(1, safe_target.unsqueeze(1), -(hard * upstream).unsqueeze(1))
     if row_loss.label_smoothing:
-        grad.sub_(smooth if class_weight is None else smooth * class_weight)
+        by_class = (smooth * upstream).unsqueeze(1)
+        if class_weight is None:
+            grad.sub_(by_class)
+        else:
+            grad.addcmul_(by_class, class_weight.unsqueeze(0), value=-1.0)
     if row_loss.softcap is not None:
         grad.mul_(z.div_(row_loss.softcap).square_().neg_().add_(1.0))
     scale = (poison + gain) * row_loss.logit_scale
-    if grad_scale is not None:
-        scale = scale * grad_scale
-    if row_scale is not None:
-        scale = scale * row_scale
     return grad.mul_(scale.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
 
 
@@ -280,11 +301,15 @@ class _ExponentialChunk:
     stop: int
     loss: Tensor
     statistics: Tensor
+    row_weight: Tensor | None
 
     def __call__(self, chunk: Tensor) -> Any:
         factor, hard = self.source.exponentials(
             self.start, self.stop, chunk, self.loss, self.statistics
         )
+        if self.row_weight is not None:
+            factor *= self.row_weight[self.start : self.stop]
+            hard *= self.row_weight[self.start : self.stop]
 
         def finish(rows: slice, part: slice, product: Tensor, out: Tensor) -> None:
             self.source.grad_input(rows, product, factor[part], hard[part], out)
@@ -300,8 +325,10 @@ class _Divisor:
     Args:
         target: ``[N]``.
         class_weight: ``[V]`` in the statistics' dtype, or None.
+        row_weight: ``[N]`` in the statistics' dtype, or None.
         ignore_index: Target of rows that do not count.
         mean: Whether anything is divided at all.
+        given: The caller's own divisor, or None.
         dtype: Of the statistics.
     """
 
@@ -309,22 +336,34 @@ class _Divisor:
         self,
         target: Tensor,
         class_weight: Tensor | None,
+        row_weight: Tensor | None,
         ignore_index: int,
         mean: bool,
+        given: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        self._target, self._class_weight = target, class_weight
-        self._ignore_index, self._mean, self._dtype = ignore_index, mean, dtype
+        self._target, self._class_weight, self._row_weight = target, class_weight, row_weight
+        self._ignore_index, self._mean, self._given = ignore_index, mean, given
+        self._dtype = dtype
 
     @functools.cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
+    def _parts(self) -> tuple[Tensor, Tensor | None]:
+        """The divisor, and whether nothing counts (None where that does not matter)."""
+        if self._given is not None:
+            return self._given.to(self._dtype), None
         counts = self._target != self._ignore_index
         number = counts.sum(dtype=self._dtype)
-        if self._class_weight is None:
-            return number, number == 0
-        last = self._class_weight.shape[0] - 1
-        chosen = self._class_weight[self._target.clamp(0, last)]
-        return (chosen * counts).sum(), number == 0
+        nothing = number == 0
+        if self._class_weight is None and self._row_weight is None:
+            return number, nothing
+        weights = torch.ones((), dtype=self._dtype, device=self._target.device)
+        if self._class_weight is not None:
+            last = self._class_weight.shape[0] - 1
+            weights = self._class_weight[self._target.clamp(0, last)]
+        if self._row_weight is not None:
+            weights = weights * self._row_weight
+        # By choice and not by product: the weight of a row that does not count may be NaN.
+        return torch.where(counts, weights, 0.0).sum(), nothing
 
     @functools.cached_property
     def reciprocal(self) -> Tensor | None:
@@ -337,6 +376,8 @@ class _Divisor:
             return total, torch.ones((), dtype=self._dtype, device=total.device)
         divisor, nothing = self._parts
         loss = total / divisor
+        if nothing is None:
+            return loss, divisor.clone()
         if not empty_is_nan:
             loss = torch.where(nothing, 0.0, loss)
         # Where nothing counts there is nothing to divide either: 0 / 0 must not reach a gradient.
@@ -363,12 +404,15 @@ def _forward(
     need_grad_weight: bool = False,
     need_grad_bias: bool = False,
     grads_are_private: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row_weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, ...]:
     row_loss = _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     needs = GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias)
     _check(
         input, weight, target, bias, class_weight, row_loss, reduction, chunk_size,
-        grad_weight_accum_dtype, needs,
+        grad_weight_accum_dtype, needs, row_weight, divisor,
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
     dtype = _statistics_dtype(compute_dtype)
@@ -378,10 +422,11 @@ def _forward(
     _check_targets(labels, num_classes, ignore_index)
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
+    if row_weight is not None:
+        row_weight = row_weight.reshape(-1).to(dtype)
 
-    # Gradients per row need the upstream of that row before rows are summed up.
     made_now = needs
-    if reduction == "none" and (needs.weight or needs.bias):
+    if _recomputes(reduction, return_lse, needs):
         made_now = GradientNeeds(False, False, False)
     deferred = defers_division(compute_dtype)
     loop = ChunkLoop(
@@ -397,14 +442,18 @@ def _forward(
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)
-    divisor = _Divisor(labels, class_weight, ignore_index, reduction == "mean", dtype)
+    divides = _Divisor(
+        labels, class_weight, row_weight, ignore_index, reduction == "mean", divisor, dtype
+    )
     divides_now = bool(made_now) and not deferred
     # fp16 again: a class weight of 300 times the gain would leave its range before it is divided.
     largest_weight = None
-    if deferred and made_now and class_weight is not None:
-        largest_weight = class_weight.abs().amax().clamp_min(1.0)
+    for weights in (class_weight, row_weight if num_rows else None):
+        if deferred and made_now and weights is not None:
+            largest = weights.abs().amax().clamp_min(1.0)
+            largest_weight = largest if largest_weight is None else largest_weight * largest
     grad_scale = None if largest_weight is None else largest_weight.reciprocal()
-    exponentials = _exponentials(loop, labels, row_loss, class_weight, divisor)
+    exponentials = _exponentials(loop, labels, row_loss, class_weight, divides)
     class_weight_sum = None if class_weight is None else class_weight.sum()
     spans = loop.spans()
     if exponentials is not None and not made_now:
@@ -413,7 +462,7 @@ def _forward(
     for start, stop in spans:
         results = loss[start:stop], statistics[:, start:stop]
         if exponentials is not None and made_now:
-            chunk = _ExponentialChunk(exponentials, start, stop, *results)
+            chunk = _ExponentialChunk(exponentials, start, stop, *results, row_weight)
             loop.fold_exponentials(start, stop, chunk)
         elif exponentials is not None:
             exponentials.losses(start, stop, *results)
@@ -426,8 +475,8 @@ def _forward(
                 row_loss,
                 class_weight=class_weight,
                 class_weight_sum=class_weight_sum,
-                grad_scale=divisor.reciprocal if divides_now else grad_scale,
-                row_scale=None,
+                grad_scale=divides.reciprocal if divides_now else grad_scale,
+                row_scale=None if row_weight is None else row_weight[start:stop],
                 gain=loop.gain,
                 read_statistics=False,
                 write_grad=bool(made_now),
@@ -437,19 +486,23 @@ def _forward(
             del logits, grad_logits  # or the chunk would outlive the loop, into the final cast
     grad_input, grad_weight, grad_bias = loop.finish()
 
-    if reduction == "none":
-        result, denominator = divisor.apply(loss.reshape(target.shape), empty_mean_is_nan)
-    else:
-        result, denominator = divisor.apply(loss.sum(), empty_mean_is_nan)
-    if largest_weight is not None:
-        denominator = denominator / largest_weight
+    weighted = loss
+    if row_weight is not None:
+        weighted = torch.where(labels == ignore_index, 0.0, loss * row_weight)
+    total = weighted.reshape(target.shape) if reduction == "none" else weighted.sum()
+    result, denominator = divides.apply(total, empty_mean_is_nan)
+    if reduction == "none" and row_weight is None:
+        result = result.clone()  # two outputs may not share memory
+    stored = denominator if largest_weight is None else denominator / largest_weight
     return (
         result,
         statistics.reshape(2, *target.shape),
-        denominator,
+        torch.stack([denominator, stored]),
         empty(input) if grad_input is None else grad_input.reshape(input.shape),
         empty(weight) if grad_weight is None else grad_weight,
         empty(input if bias is None else bias) if grad_bias is None else grad_bias,
+        statistics.sum(0).reshape(target.shape) if return_lse else empty(loss),
+        loss.reshape(target.shape),
     )
 
 
@@ -472,6 +525,7 @@ def _backward_by_row(
     need_grad_input: bool = False,
     need_grad_weight: bool = False,
     need_grad_bias: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     row_loss = _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     needs = GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias)
@@ -489,6 +543,8 @@ def _backward_by_row(
         )
     labels, statistics = target.reshape(-1).long(), statistics.reshape(2, -1)
     upstream = grad_loss.reshape(-1)
+    if grad_lse is not None:
+        grad_lse = grad_lse.reshape(-1)
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
     loop = ChunkLoop(
@@ -514,6 +570,7 @@ def _backward_by_row(
             class_weight_sum=class_weight_sum,
             grad_scale=None,
             row_scale=upstream[start:stop],
+            lse_grad=None if grad_lse is None else grad_lse[start:stop],
             gain=1.0,
             read_statistics=True,
             write_grad=True,
@@ -539,28 +596,31 @@ def _check_named(call: Any, reduction: str) -> tuple[GradientNeeds, torch.dtype]
     _check(
         call.input, call.weight, call.target, call.bias, call.class_weight, row_loss, reduction,
         call.chunk_size, call.grad_weight_accum_dtype, needs,
+        getattr(call, "row_weight", None), getattr(call, "divisor", None),
     )  # fmt: skip
     dtype = validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype)
     return needs, dtype
 
 
-def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = OP.named(args, kwargs)
     needs, compute_dtype = _check_named(call, call.reduction)
     input, weight, target, bias = call.input, call.weight, call.target, call.bias
     dtype = _statistics_dtype(compute_dtype)
     by_row = call.reduction == "none"
-    made_now = not (by_row and (needs.weight or needs.bias))
+    made_now = not _recomputes(call.reduction, call.return_lse, needs)
     stored = stored_weight_dtype(weight.dtype, compute_dtype, call.grad_weight_accum_dtype)
     return (
         input.new_empty(target.shape if by_row else (), dtype=dtype),
         input.new_empty((2, *target.shape), dtype=dtype),
-        input.new_empty((), dtype=dtype),
+        input.new_empty(2, dtype=dtype),
         input.new_empty(input.shape) if needs.input and made_now else empty(input),
         empty_grad_weight(weight, stored) if needs.weight and made_now else empty(weight),
         bias.new_empty(bias.shape, dtype=stored_bias_dtype(bias.dtype))
         if needs.bias and made_now
         else empty(input if bias is None else bias),
+        input.new_empty(target.shape if call.return_lse else 0, dtype=dtype),
+        input.new_empty(target.shape, dtype=dtype),
     )
 
 
@@ -585,17 +645,21 @@ _READ_AGAIN = ("input", "weight", "target", "bias", "class_weight")
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = dict(zip(OP.arguments, inputs, strict=True))
     check_flags(ctx, OP, call, _OPERANDS)
-    if ctx.needs_input_grad[4]:
-        raise ValueError("class_weight: expected a tensor that needs no gradient, as in torch")
-    _, statistics, denominator, *grads = output
-    ctx.mark_non_differentiable(statistics, denominator, *grads)
+    check_frozen(ctx, OP, ("class_weight", "row_weight", "divisor"))
+    _, statistics, denominator, *grads, lse, row_loss = output
+    ctx.mark_non_differentiable(statistics, denominator, *grads, row_loss)
+    if not call["return_lse"]:
+        ctx.mark_non_differentiable(lse)
     # Else autograd would make a zero of [V, D] for the output grad_weight that nobody uses.
     ctx.set_materialize_grads(False)
     needs = {name: call[f"need_grad_{name}"] for name in _OPERANDS}
-    ctx.recompute = call["reduction"] == "none" and (needs["weight"] or needs["bias"])
-    ctx.options = {name: call[name] for name in _OPTIONS}
+    ctx.recompute = _recomputes(call["reduction"], call["return_lse"], GradientNeeds(**needs))
     if ctx.recompute:
-        ctx.save_for_backward(*(call[name] for name in _READ_AGAIN), statistics)
+        ctx.by_row = call["reduction"] == "none"
+        ctx.options = {name: call[name] for name in OP_BACKWARD.arguments if name in _OPTIONS}
+        ctx.save_for_backward(
+            *(call[name] for name in _READ_AGAIN), statistics, denominator, call["row_weight"]
+        )
         return
     dtype = validation.resolve_compute_dtype(call["input"], call["weight"], call["compute_dtype"])
     gradients.keep(
@@ -603,28 +667,38 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         OP.name,
         {name: call[name] for name in _OPERANDS},
         {name: grad if needs[name] else None for name, grad in zip(_OPERANDS, grads, strict=True)},
-        denominator=denominator if defers_division(dtype) else None,
+        denominator=denominator[1] if defers_division(dtype) else None,
         private=call["grads_are_private"],
+        also=(call["row_weight"] if call["reduction"] == "none" else None,),
     )
 
 
-def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    if grad_loss is None:
+def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
+    grad_lse = rest[-2]
+    if grad_loss is None and grad_lse is None:
         return (None,) * len(OP.arguments)
     if not ctx.recompute:
+        assert grad_loss is not None
         grads, _ = gradients.give(ctx, grad_loss)
         return in_order(OP, grads)
-    input, weight, target, bias, class_weight, statistics = ctx.saved_tensors
-    options = dict(ctx.options)
-    for name in ("reduction", "empty_mean_is_nan", "grads_are_private"):
-        options.pop(name)
-    made = OP_BACKWARD.packet(
-        grad_loss, input, weight, target, statistics, bias, class_weight, **options
+    input, weight, target, bias, class_weight, statistics, denominator, row_weight = (
+        ctx.saved_tensors
     )
+    if grad_loss is None:
+        grad_loss = torch.zeros((), dtype=statistics.dtype, device=statistics.device)
+    if not ctx.by_row:
+        grad_loss = grad_loss / denominator[0]
+    grad_loss = grad_loss.expand(target.shape)
+    if row_weight is not None:
+        grad_loss = grad_loss * row_weight
+    made = OP_BACKWARD.packet(
+        grad_loss, input, weight, target, statistics, bias, class_weight,
+        **ctx.options, grad_lse=grad_lse,
+    )  # fmt: skip
     return in_order(
         OP,
         {
-            name: grad if options[f"need_grad_{name}"] else None
+            name: grad if ctx.options[f"need_grad_{name}"] else None
             for name, grad in zip(_OPERANDS, made, strict=True)
         },
     )

@@ -141,8 +141,10 @@ class Op:
         register_flop_formula(self.packet)(formula)
 
     def functorch_call(self, *args: Any) -> Any:
-        """The op under ``torch.func`` transforms; arguments all positional."""
+        """The op under ``torch.func`` transforms; arguments positional."""
         assert self._function is not None
+        declared = self.overload._schema.arguments
+        args = (*args, *(each.default_value for each in declared[len(args) :]))
         return self._function.apply(*args)
 
     def _vmap(self, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -194,14 +196,27 @@ class Op:
         return Functorch
 
 
+def _needs_grad(ctx: Any, op: Op, name: str) -> bool:
+    # The dispatcher drops trailing arguments that have their default.
+    position = op.arguments.index(name)
+    return position < len(ctx.needs_input_grad) and bool(ctx.needs_input_grad[position])
+
+
 def check_flags(ctx: Any, op: Op, call: dict[str, Any], operands: tuple[str, ...]) -> None:
     """Refuse an operand that requires grad while its flag says that no gradient is wanted."""
     for name in operands:
-        if ctx.needs_input_grad[op.arguments.index(name)] and not call[f"need_grad_{name}"]:
+        if _needs_grad(ctx, op, name) and not call[f"need_grad_{name}"]:
             raise ValueError(
                 f"need_grad_{name}: expected True, since {name} requires grad, got False; "
                 f"detach {name} if no gradient is wanted"
             )
+
+
+def check_frozen(ctx: Any, op: Op, names: tuple[str, ...]) -> None:
+    """Refuse a gradient for arguments that have none."""
+    for name in names:
+        if _needs_grad(ctx, op, name):
+            raise ValueError(f"{name}: expected a tensor that needs no gradient; detach it")
 
 
 def in_order(op: Op, grads: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:

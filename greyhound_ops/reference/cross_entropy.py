@@ -22,8 +22,12 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    row_weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
     empty_mean: float = 0.0,
-) -> Tensor:
+    return_z_loss: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
     """Cross entropy of ``softcap * tanh(logit_scale * (input @ weight.T + bias) / softcap)``.
 
     Args:
@@ -39,10 +43,15 @@ def linear_cross_entropy(
             cross entropy (PaLM, arXiv:2204.02311, section 5).
         logit_scale: Factor on the logits.
         softcap: Cap of the logits (Gemma 2, arXiv:2408.00118, section 2); None for none.
+        row_weight: ``[...]``, factor on each row's loss.
+        denominator: What the mean divides by; by default the weights of the rows that count.
         empty_mean: Value of a mean over no row at all.
+        return_z_loss: Return the z-loss part as well.
+        return_lse: Return each row's log-sum-exp as well (0 for ignored rows).
 
     Returns:
-        Loss in float32 (float64 for float64 input): scalar, or ``[...]`` for ``"none"``.
+        Loss in float32 (float64 for float64 input): scalar, or ``[...]`` for ``"none"``; with
+        further outputs ``(loss, z_loss, lse)``.
     """
     logits = F.linear(input, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -61,18 +70,30 @@ def linear_cross_entropy(
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    if z_loss:
-        loss = loss + z_loss * torch.logsumexp(logits, -1).square().masked_fill(~counts, 0.0)
+    lse = torch.logsumexp(logits, -1).masked_fill(~counts, 0.0)
+    parts = [loss, z_loss * lse.square()]
+    weights = torch.ones_like(loss)
+    if row_weight is not None:
+        weights = row_weight.reshape(-1).to(loss.dtype)
+    parts = [(part * weights).masked_fill(~counts, 0.0) for part in parts]
     if reduction == "none":
-        return loss.reshape(target.shape)
-    total = loss.sum()
-    if reduction == "sum":
-        return total
-    if class_weight is None:
-        denominator = counts.sum().to(total.dtype)
+        parts = [part.reshape(target.shape) for part in parts]
     else:
-        chosen = class_weight[flat_target.masked_fill(~counts, 0)]
-        denominator = chosen.masked_fill(~counts, 0.0).sum()
-    if not counts.any():
-        return total + empty_mean
-    return total / denominator
+        parts = [part.sum() for part in parts]
+    if reduction == "mean":
+        if denominator is None:
+            if class_weight is not None:
+                weights = weights * class_weight[flat_target.masked_fill(~counts, 0)]
+            denominator = weights.masked_fill(~counts, 0.0).sum()
+            if not counts.any():
+                denominator = 1.0
+                parts[0] = parts[0] + empty_mean
+        parts = [part / denominator for part in parts]
+    total = parts[0] + parts[1] if z_loss else parts[0]
+    if not (return_z_loss or return_lse):
+        return total
+    return (
+        total,
+        parts[1].detach() if return_z_loss else None,
+        lse.reshape(target.shape) if return_lse else None,
+    )

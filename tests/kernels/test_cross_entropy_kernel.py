@@ -185,7 +185,10 @@ def test_by_row(case: str, layout: str, kernel_device: torch.device) -> None:
     }[layout]
     launch = make_launch(device=kernel_device, row_scale=row_scale, **_case(case))
     statistics = launch.by_kernel()[1]
-    dataclasses.replace(launch, read_statistics=True, statistics=statistics).check()
+    launch = dataclasses.replace(launch, read_statistics=True, statistics=statistics)
+    launch.check()
+    lse_grad = -2.0 * row_scale
+    dataclasses.replace(launch, tensors={**launch.tensors, "lse_grad": lse_grad}).check()
 
 
 def test_read_statistics_is_not_written(kernel_device: torch.device) -> None:

@@ -559,7 +559,10 @@ def test_autocast_takes_every_argument_by_position(device: torch.device) -> None
     sample = make_sample(device=device, bias=True)
     op = torch.ops.greyhound.linear_cross_entropy
     tensors = (sample.input, sample.weight, sample.target, sample.bias, None)
-    options = (-100, "sum", 0.1, 0.01, 0.5, 3.0, False, 4, "weight", None, True, True, True, True)
+    options = (
+        -100, "mean", 0.1, 0.01, 0.5, 3.0, False, 4, "weight", None, True, True, True, True,
+        torch.rand(13, device=device), torch.tensor(7.0, device=device), True,
+    )  # fmt: skip
     names = [argument.name for argument in op.default._schema.arguments[5:]]
     with torch.autocast(device.type, torch.bfloat16):
         by_position = op(*tensors, *options)
@@ -810,7 +813,7 @@ def test_op_makes_what_it_is_told_and_no_more(need: str) -> None:
     outputs = torch.ops.greyhound.linear_cross_entropy(
         sample.input, sample.weight, sample.target, sample.bias, **{f"need_grad_{need}": True}
     )
-    made = dict(zip(DIFFERENTIABLE, outputs[3:], strict=True))
+    made = dict(zip(DIFFERENTIABLE, outputs[3:6], strict=True))
     assert {name for name, grad in made.items() if grad.numel()} == {need}
 
 
