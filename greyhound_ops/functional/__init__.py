@@ -9,5 +9,11 @@ from greyhound_ops.functional.cross_entropy import (
     CrossEntropyOutput,
     chunked_linear_cross_entropy,
 )
+from greyhound_ops.functional.log_probs import LogProbs, chunked_linear_log_probs
 
-__all__ = ["CrossEntropyOutput", "chunked_linear_cross_entropy"]
+__all__ = [
+    "CrossEntropyOutput",
+    "LogProbs",
+    "chunked_linear_cross_entropy",
+    "chunked_linear_log_probs",
+]

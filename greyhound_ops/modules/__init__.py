@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
+from greyhound_ops.modules.log_probs import ChunkedLinearLogProbs
 
-__all__ = ["ChunkedLinearCrossEntropyLoss"]
+__all__ = ["ChunkedLinearCrossEntropyLoss", "ChunkedLinearLogProbs"]

@@ -147,6 +147,12 @@ class Op:
         args = (*args, *(each.default_value for each in declared[len(args) :]))
         return self._function.apply(*args)
 
+    def derivative_call(self, *args: Any) -> Any:
+        """An op that is a derivative, called from a backward; arguments all positional."""
+        if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
+            return self.functorch_call(*args)
+        return self.packet(*args)
+
     def _vmap(self, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         in_dims = (*in_dims, *(None for _ in args[len(in_dims) :]))
         calls = []

@@ -7,5 +7,6 @@ nothing but public torch operators, and differentiate by ordinary autograd (twic
 from __future__ import annotations
 
 from greyhound_ops.reference.cross_entropy import linear_cross_entropy
+from greyhound_ops.reference.log_probs import linear_log_probs, selective_log_softmax
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["linear_cross_entropy", "linear_log_probs", "selective_log_softmax"]
