@@ -6,10 +6,14 @@ nothing else in the project imports from ``torch._*``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def graph_is_kept() -> bool:
@@ -190,3 +194,47 @@ def is_plain_fake(value: object) -> bool:
 def linear_function() -> Any:
     """What ``torch.nn.functional.linear`` is in a graph from Dynamo."""
     return torch._C._nn.linear
+
+
+def constant_under_dynamo(function: _Function) -> _Function:
+    """Have Dynamo run a function while it traces and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` without the import of Dynamo. Were the mark not known,
+    Dynamo would trace into the function or refuse to.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@contextmanager
+def autograd_in_op() -> Iterator[None]:
+    """Record gradients inside an operator's implementation, below which autograd is excluded.
+
+    There is nothing to degrade to: without these names a loss that autograd has to differentiate
+    fails here, and all else works.
+    """
+    key = torch._C.DispatchKey
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(key, name))
+    exclude = exclude.remove(key.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def mark_rows_dynamic(tensor: torch.Tensor) -> None:
+    """Have Dynamo take the first dimension as a symbol, should a compiled function be called.
+
+    Does nothing while nobody has imported Dynamo: then nothing is compiled.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and tensor.dim() and hasattr(dynamo, "maybe_mark_dynamic"):
+        dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a callable comes from ``torch.compile``; False for what a newer torch calls so."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return True
+    return hasattr(function, "_orig_mod") and hasattr(function, "dynamo_ctx")

@@ -10,10 +10,20 @@ from greyhound_ops.functional.cross_entropy import (
     chunked_linear_cross_entropy,
 )
 from greyhound_ops.functional.log_probs import LogProbs, chunked_linear_log_probs
+from greyhound_ops.functional.loss import (
+    autograd_loss_and_logits_grad,
+    chunked_linear_loss,
+    per_row,
+    whole,
+)
 
 __all__ = [
     "CrossEntropyOutput",
     "LogProbs",
+    "autograd_loss_and_logits_grad",
     "chunked_linear_cross_entropy",
     "chunked_linear_log_probs",
+    "chunked_linear_loss",
+    "per_row",
+    "whole",
 ]

@@ -4,5 +4,10 @@ from __future__ import annotations
 
 from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
 from greyhound_ops.modules.log_probs import ChunkedLinearLogProbs
+from greyhound_ops.modules.loss import ChunkedLinearLoss
 
-__all__ = ["ChunkedLinearCrossEntropyLoss", "ChunkedLinearLogProbs"]
+__all__ = [
+    "ChunkedLinearCrossEntropyLoss",
+    "ChunkedLinearLogProbs",
+    "ChunkedLinearLoss",
+]

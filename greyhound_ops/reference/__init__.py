@@ -8,5 +8,11 @@ from __future__ import annotations
 
 from greyhound_ops.reference.cross_entropy import linear_cross_entropy
 from greyhound_ops.reference.log_probs import linear_log_probs, selective_log_softmax
+from greyhound_ops.reference.loss import linear_loss
 
-__all__ = ["linear_cross_entropy", "linear_log_probs", "selective_log_softmax"]
+__all__ = [
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_loss",
+    "selective_log_softmax",
+]
