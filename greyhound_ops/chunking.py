@@ -88,6 +88,7 @@ def chunk_budget_bytes(
     need_grads: bool,
     final_cast_bytes: int = 0,
     override_bytes: int | None = None,
+    budget: Budget | None = None,
 ) -> int:
     """The cap on one chunk's logits in bytes.
 
@@ -99,13 +100,15 @@ def chunk_budget_bytes(
             fp32 accumulator into the dtype of the weight. The peak counts whichever of the two is
             larger, so a chunk up to this size costs nothing.
         override_bytes: The user's own cap; wins over everything.
+        budget: Caps of an op that needs others than the device's, or None.
 
     Returns:
         Bytes.
     """
     if override_bytes is not None:
         return override_bytes
-    budget = CUDA_BUDGET if device_type == "cuda" else CPU_BUDGET
+    if budget is None:
+        budget = CUDA_BUDGET if device_type == "cuda" else CPU_BUDGET
     if need_grad_weight:
         return max(budget.with_grad_weight_bytes, final_cast_bytes)
     return budget.without_grad_weight_bytes if need_grads else budget.forward_only_bytes

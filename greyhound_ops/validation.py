@@ -78,9 +78,7 @@ def check_same_device(reference: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def check_projection(
-    input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
-) -> None:
+def check_projection(input: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """Check ``input [..., D]``, ``weight [V, D]`` and ``bias [V]`` against each other.
 
     Args:
@@ -159,6 +157,50 @@ def check_divisor(input: Tensor, divisor: object, reduction: str) -> None:
     if divisor.dim() != 0:
         raise ValueError(f"divisor: expected a scalar, got shape {list(divisor.shape)}")
     check_same_device(input, divisor=divisor)
+
+
+def check_terms(
+    inputs: list[Tensor], weights: list[Tensor], targets: list[Tensor], biases: list[Tensor]
+) -> None:
+    """Check the operands of K cross entropies; a list of one is shared by all."""
+    count = len(targets)
+    if count == 0:
+        raise ValueError("targets: expected at least one tensor, got none")
+    for name, tensors in (("inputs", inputs), ("weights", weights)):
+        if len(tensors) not in (1, count):
+            raise ValueError(
+                f"{name}: expected 1 tensor or {count}, one per target, got {len(tensors)}"
+            )
+    if biases and len(biases) != len(weights):
+        raise ValueError(
+            f"biases: expected {len(weights)} tensors, one per weight, or none, got {len(biases)}"
+        )
+    for index in range(count):
+        input = inputs[index if len(inputs) > 1 else 0]
+        head = index if len(weights) > 1 else 0
+        try:
+            check_projection(input, weights[head], biases[head] if biases else None)
+            check_target(input, targets[index])
+            check_same_device(inputs[0], input=input)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"term {index}: {error}") from None
+    for name, tensors in (("inputs", inputs), ("weights", weights)):
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype != tensors[0].dtype:
+                raise TypeError(
+                    f"{name}: expected one dtype, {tensors[0].dtype} as {name}[0], got "
+                    f"{tensor.dtype} at {index}"
+                )
+
+
+def check_term_weight(input: Tensor, term_weight: object, count: int) -> None:
+    """Check a weight per term, ``[K]``."""
+    if term_weight is None:
+        return
+    tensor = check_float_tensor("term_weight", term_weight)
+    if tensor.dim() != 1 or tensor.shape[0] != count:
+        raise ValueError(f"term_weight: expected shape [K] = [{count}], got {list(tensor.shape)}")
+    check_same_device(input, term_weight=tensor)
 
 
 def check_chunk_size(chunk_size: int | None) -> None:

@@ -16,14 +16,22 @@ from greyhound_ops.functional.loss import (
     per_row,
     whole,
 )
+from greyhound_ops.functional.multi import (
+    MultiCrossEntropyOutput,
+    chunked_multi_head_cross_entropy,
+    chunked_multi_token_cross_entropy,
+)
 
 __all__ = [
     "CrossEntropyOutput",
     "LogProbs",
+    "MultiCrossEntropyOutput",
     "autograd_loss_and_logits_grad",
     "chunked_linear_cross_entropy",
     "chunked_linear_log_probs",
     "chunked_linear_loss",
+    "chunked_multi_head_cross_entropy",
+    "chunked_multi_token_cross_entropy",
     "per_row",
     "whole",
 ]

@@ -5,9 +5,15 @@ from __future__ import annotations
 from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
 from greyhound_ops.modules.log_probs import ChunkedLinearLogProbs
 from greyhound_ops.modules.loss import ChunkedLinearLoss
+from greyhound_ops.modules.multi import (
+    ChunkedMultiHeadCrossEntropyLoss,
+    ChunkedMultiTokenCrossEntropyLoss,
+)
 
 __all__ = [
     "ChunkedLinearCrossEntropyLoss",
     "ChunkedLinearLogProbs",
     "ChunkedLinearLoss",
+    "ChunkedMultiHeadCrossEntropyLoss",
+    "ChunkedMultiTokenCrossEntropyLoss",
 ]

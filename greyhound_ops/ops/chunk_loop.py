@@ -139,6 +139,28 @@ def _parts(rows: int, most: int) -> list[slice]:
     ]
 
 
+class ChunkMemory:
+    """One allocation for the chunks of loops that run in turn, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._tensor: Tensor | None = None
+
+    def reserve(self, elements: int) -> None:
+        """Be at least so large; before the first use."""
+        self._elements = max(self._elements, elements)
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """The memory, flat, in the dtype and on the device of a tensor."""
+        if self._tensor is None:
+            self._tensor = like.new_empty(self._elements)
+        return self._tensor
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._tensor = None
+
+
 class ChunkLoop:
     """Projects rows chunk by chunk and folds each chunk's logits gradient.
 
@@ -153,6 +175,13 @@ class ChunkLoop:
         gain: Factor that the logits gradients carry; taken off by the products.
         spare_fp16: Keep an fp16 accumulator ``FP16_ACCUM_GAIN`` times too small, for a caller that
             multiplies it back in float32.
+        beside: Further buffers of a chunk's size that the caller keeps beside this one, as a share
+            of it; the budget is for all of them.
+        budget: Caps on the bytes of a chunk, None for those of `chunking`.
+        chunk: Memory of the chunk, to be shared with loops that run in turn; None for its own.
+        sums: A loop over the same weight and bias, into whose ``grad_weight`` and ``grad_bias``
+            this one folds; None for its own.
+        grad_input: Where ``grad_input`` goes, ``[N, D]``; None for a buffer of its own.
     """
 
     def __init__(
@@ -167,6 +196,11 @@ class ChunkLoop:
         chunk_size: int | None,
         gain: float,
         spare_fp16: bool = False,
+        beside: float = 0.0,
+        budget: chunking.Budget | None = None,
+        chunk: ChunkMemory | None = None,
+        sums: ChunkLoop | None = None,
+        grad_input: Tensor | None = None,
     ) -> None:
         self.num_rows = input.shape[0]
         self.needs = needs
@@ -196,27 +230,34 @@ class ChunkLoop:
             element_bytes += 4  # outside Triton the statistics work on an fp32 copy of the chunk
         self.rows = chunking.chunk_rows(
             self.num_rows,
-            padded * element_bytes,
+            int(padded * element_bytes * (1.0 + beside)),
             chunking.chunk_budget_bytes(
                 input.device.type,
                 need_grad_weight=needs.weight,
                 need_grads=bool(needs),
                 final_cast_bytes=cast_bytes,
                 override_bytes=settings().chunk_budget_bytes,
+                budget=budget,
             ),
             chunk_size,
         )
 
-        self.grad_input = input.new_empty(input.shape) if needs.input else None
-        self._accumulator = empty_grad_weight(weight, accum_dtype) if needs.weight else None
+        if grad_input is None and needs.input:
+            grad_input = input.new_empty(input.shape)
+        self.grad_input = grad_input
+        # No reference to itself: a cycle would keep input and gradients until the next collection.
+        self._others_sums = sums
+        self._begun = False  # whether the accumulator holds anything yet
+        own = sums is None
+        self._accumulator = empty_grad_weight(weight, accum_dtype) if own and needs.weight else None
         self.grad_bias = (
             torch.zeros(num_classes, dtype=stored_bias_dtype(bias.dtype), device=bias.device)
-            if needs.bias and bias is not None
+            if own and needs.bias and bias is not None
             else None
         )
-        self._buffer: Tensor | None = None
-        self._buffer_shape = (min(self.rows, self.num_rows), padded)
-        self._num_classes = num_classes
+        self._chunk = ChunkMemory() if chunk is None else chunk
+        self._padded, self._num_classes = padded, num_classes
+        self._chunk.reserve(min(self.rows, self.num_rows) * padded)
 
     def spans(self, rows: int | None = None) -> list[tuple[int, int]]:
         """Start and stop row of every chunk, in order; of ``rows`` rows instead of the plan's."""
@@ -232,9 +273,8 @@ class ChunkLoop:
 
     def buffer(self, start: int, stop: int) -> Tensor:
         """Room for ``[stop - start, V]`` logits; all chunks share it."""
-        if self._buffer is None:
-            self._buffer = self._input.new_empty(self._buffer_shape)[:, : self._num_classes]
-        return self._buffer[: stop - start]
+        flat = self._chunk.tensor(self._input)[: (stop - start) * self._padded]
+        return flat.view(stop - start, self._padded)[:, : self._num_classes]
 
     def project(self, start: int, stop: int) -> Tensor:
         """Logits ``[stop - start, V]`` of some rows, in the shared buffer."""
@@ -255,28 +295,54 @@ class ChunkLoop:
             grad_logits: ``[stop - start, V]``, ``gain`` times too large; in the dtype of the
                 products or, where the products accumulate outside the GEMM, in float32.
         """
-        if self.grad_bias is not None:
-            self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
-        if self._accumulator is not None:
+        self.fold_head(start, stop, grad_logits, self.needs)
+        if self.grad_input is not None:
+            self.fold_input(grad_logits, self.grad_input[start:stop])
+
+    def fold_head(self, start: int, stop: int, grad_logits: Tensor, needs: GradientNeeds) -> None:
+        """Fold the logits gradient of some rows into ``grad_weight`` and ``grad_bias``.
+
+        Args:
+            start: First row.
+            stop: Row after the last.
+            grad_logits: As for `fold`.
+            needs: Which of the two.
+        """
+        sums = self if self._others_sums is None else self._others_sums
+        if sums.grad_bias is not None and needs.bias:
+            sums.grad_bias += grad_logits.sum(0, dtype=sums.grad_bias.dtype)
+        if sums._accumulator is not None and needs.weight:
             # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.
             _accumulate(
-                self._accumulator,
+                sums._accumulator,
                 grad_logits.t(),
                 self._input[start:stop].to(grad_logits.dtype),
-                start == 0,
+                not sums._begun,
                 1.0 / self._weight_gain,
             )
-        if self.grad_input is not None:
-            rows = self.grad_input[start:stop]
-            grad_logits = grad_logits.to(self._weight.dtype)
-            if rows.dtype == self._weight.dtype or (rows.is_cuda and rows.dtype == torch.float32):
-                for part in _parts(stop - start, self._grad_input_rows):
-                    _accumulate(rows[part], grad_logits[part], self._weight, True, 1.0 / self.gain)
-            else:  # rather a [rows, D] temporary than a cast of the whole weight
-                product = grad_logits.new_empty(rows.shape)
-                # The gain comes off inside the product: fp16 may not hold it with the gain on.
-                _accumulate(product, grad_logits, self._weight, True, 1.0 / self.gain)
-                rows.copy_(product)
+            sums._begun = True
+
+    def fold_input(self, grad_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
+        """Write ``grad_input`` of some rows, or add to it.
+
+        Args:
+            grad_logits: As for `fold`.
+            out: ``[rows, D]``; in float32 where it is added to.
+            first: Whether ``out`` holds nothing yet.
+        """
+        grad_logits = grad_logits.to(self._weight.dtype)
+        if out.dtype == self._weight.dtype or (out.is_cuda and out.dtype == torch.float32):
+            for part in _parts(out.shape[0], self._grad_input_rows):
+                _accumulate(out[part], grad_logits[part], self._weight, first, 1.0 / self.gain)
+            return
+        # Rather a [rows, D] temporary than a cast of the whole weight.
+        product = grad_logits.new_empty(out.shape)
+        # The gain comes off inside the product: fp16 may not hold it with the gain on.
+        _accumulate(product, grad_logits, self._weight, True, 1.0 / self.gain)
+        if first:
+            out.copy_(product)
+        else:
+            out += product
 
     def fold_exponentials(self, start: int, stop: int, source: Any) -> None:
         """Project some rows by exponentials and fold them into ``grad_input``.
@@ -305,10 +371,10 @@ class ChunkLoop:
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Free the chunk and return grad_input, grad_weight and grad_bias (None if not wanted)."""
         # Before the cast allocates: the peak then counts the larger of the two, not both.
-        self._buffer = None
+        self._chunk.free()
         grad_weight = self._accumulator
         if grad_weight is not None:
-            if self.num_rows == 0:
+            if not self._begun:
                 grad_weight.zero_()
             grad_weight = grad_weight.to(self._stored_dtype)
         self._accumulator = None

@@ -165,8 +165,8 @@ def give(
     Args:
         ctx: Autograd's context, from `keep`.
         upstream: Scalar, or one per row (for gradients that are per row).
-        accumulated: Name of the operand whose fp16 gradient was accumulated `FP16_ACCUM_GAIN`
-            times too small.
+        accumulated: What the names of operands begin with whose fp16 gradients were accumulated
+            `FP16_ACCUM_GAIN` times too small.
 
     Returns:
         The gradients by the operands' names, and the other tensors that `keep` was given.
@@ -187,7 +187,8 @@ def give(
             if value is None:
                 continue
             by = factor
-            if denominator is not None and value.dtype == torch.float16 and each == accumulated:
+            small = value.dtype == torch.float16 and each.startswith(accumulated)
+            if denominator is not None and small:
                 by = factor * FP16_ACCUM_GAIN
             grads[each] = scaled(value, by, dtype, may_overwrite)
     if torch.is_grad_enabled():

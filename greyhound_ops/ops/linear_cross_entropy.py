@@ -63,7 +63,7 @@ OP_BACKWARD = Op(
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowLoss:
+class RowLoss:
     """The loss of one row: what the kernels need beside the tensors."""
 
     ignore_index: int
@@ -79,7 +79,7 @@ def _check(
     target: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    row_loss: _RowLoss,
+    row_loss: RowLoss,
     reduction: str,
     chunk_size: int | None,
     grad_weight_accum_dtype: str,
@@ -147,7 +147,7 @@ def _torch_rows(
     target: Tensor,
     loss: Tensor,
     statistics: Tensor,
-    row_loss: _RowLoss,
+    row_loss: RowLoss,
     *,
     class_weight: Tensor | None,
     class_weight_sum: Tensor | None,
@@ -235,12 +235,12 @@ def _torch_rows(
     return grad.mul_(scale.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0.0)
 
 
-def _rows(
+def row_losses(
     logits: Tensor,
     target: Tensor,
     loss: Tensor,
     statistics: Tensor,
-    row_loss: _RowLoss,
+    row_loss: RowLoss,
     **kwargs: Any,
 ) -> Tensor:
     """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
@@ -261,7 +261,7 @@ def _rows(
 def _exponentials(
     loop: ChunkLoop,
     target: Tensor,
-    row_loss: _RowLoss,
+    row_loss: RowLoss,
     class_weight: Tensor | None,
     divisor: _Divisor,
 ) -> Any:
@@ -408,7 +408,7 @@ def _forward(
     divisor: Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, ...]:
-    row_loss = _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    row_loss = RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     needs = GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias)
     _check(
         input, weight, target, bias, class_weight, row_loss, reduction, chunk_size,
@@ -468,7 +468,7 @@ def _forward(
             exponentials.losses(start, stop, *results)
         else:
             logits = loop.project(start, stop)
-            grad_logits = _rows(
+            grad_logits = row_losses(
                 logits,
                 labels[start:stop],
                 *results,
@@ -527,7 +527,7 @@ def _backward_by_row(
     need_grad_bias: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    row_loss = _RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    row_loss = RowLoss(ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     needs = GradientNeeds(need_grad_input, need_grad_weight, need_grad_bias)
     _check(
         input, weight, target, bias, class_weight, row_loss, "none", chunk_size,
@@ -560,7 +560,7 @@ def _backward_by_row(
     class_weight_sum = None if class_weight is None else class_weight.sum()
     unused = statistics[0]  # the kernel writes no loss when it reads the statistics
     for start, stop in loop.spans():
-        grad_logits = _rows(
+        grad_logits = row_losses(
             loop.project(start, stop),
             labels[start:stop],
             unused[start:stop],
@@ -590,7 +590,7 @@ def _backward_by_row(
 
 def _check_named(call: Any, reduction: str) -> tuple[GradientNeeds, torch.dtype]:
     needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
-    row_loss = _RowLoss(
+    row_loss = RowLoss(
         call.ignore_index, call.label_smoothing, call.z_loss, call.logit_scale, call.softcap
     )
     _check(

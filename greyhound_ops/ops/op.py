@@ -37,7 +37,7 @@ def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = args[0].device
+        device = _tensors(args)[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
@@ -114,7 +114,7 @@ class Op:
                 given = kwargs.get(
                     "compute_dtype", args[position] if len(args) > position else None
                 )
-                wide = any(value.dtype == torch.float64 for value in args[:2])
+                wide = any(value.dtype == torch.float64 for value in _tensors(args[:2]))
                 with torch.autocast(device_type, enabled=False):
                     if given is None and not wide:
                         kwargs.update(zip(names[position:], args[position:], strict=False))
@@ -169,6 +169,8 @@ class Op:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     sample[flag] = True
             calls.append(self.overload(*sample))
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
         outputs = tuple(torch.stack(column) for column in zip(*calls, strict=True))
         return outputs, (0,) * len(outputs)
 

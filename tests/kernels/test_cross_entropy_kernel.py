@@ -10,7 +10,7 @@ from torch import Tensor
 from greyhound_ops import config
 from greyhound_ops.functional import chunked_linear_cross_entropy
 from greyhound_ops.kernels.cross_entropy import cross_entropy
-from greyhound_ops.ops.linear_cross_entropy import _RowLoss, _torch_rows
+from greyhound_ops.ops.linear_cross_entropy import RowLoss, _torch_rows
 from samples import (
     CASES,
     REDUCTIONS,
@@ -36,7 +36,7 @@ class Launch:
 
     logits: Tensor
     target: Tensor
-    row_loss: _RowLoss
+    row_loss: RowLoss
     tensors: dict[str, Tensor | None]
     gain: float = 1.0
     read_statistics: bool = False
@@ -128,7 +128,7 @@ def make_launch(
     return Launch(
         torch.randn(rows, classes, device=device).mul(3).to(dtype),
         target.to(target_dtype),
-        _RowLoss(
+        RowLoss(
             **{
                 "ignore_index": ignore_index,
                 "label_smoothing": 0.0,
