@@ -9,6 +9,7 @@ from greyhound_ops.functional.cross_entropy import (
     CrossEntropyOutput,
     chunked_linear_cross_entropy,
 )
+from greyhound_ops.functional.distillation import DistillationOutput, chunked_linear_distillation
 from greyhound_ops.functional.log_probs import LogProbs, chunked_linear_log_probs
 from greyhound_ops.functional.loss import (
     autograd_loss_and_logits_grad,
@@ -24,10 +25,12 @@ from greyhound_ops.functional.multi import (
 
 __all__ = [
     "CrossEntropyOutput",
+    "DistillationOutput",
     "LogProbs",
     "MultiCrossEntropyOutput",
     "autograd_loss_and_logits_grad",
     "chunked_linear_cross_entropy",
+    "chunked_linear_distillation",
     "chunked_linear_log_probs",
     "chunked_linear_loss",
     "chunked_multi_head_cross_entropy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
+from greyhound_ops.modules.distillation import ChunkedLinearDistillationLoss, ChunkedLinearJSDLoss
 from greyhound_ops.modules.log_probs import ChunkedLinearLogProbs
 from greyhound_ops.modules.loss import ChunkedLinearLoss
 from greyhound_ops.modules.multi import (
@@ -12,6 +13,8 @@ from greyhound_ops.modules.multi import (
 
 __all__ = [
     "ChunkedLinearCrossEntropyLoss",
+    "ChunkedLinearDistillationLoss",
+    "ChunkedLinearJSDLoss",
     "ChunkedLinearLogProbs",
     "ChunkedLinearLoss",
     "ChunkedMultiHeadCrossEntropyLoss",

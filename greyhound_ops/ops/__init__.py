@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from greyhound_ops.ops import linear_cross_entropy as linear_cross_entropy
+from greyhound_ops.ops import linear_distillation as linear_distillation
 from greyhound_ops.ops import linear_cross_entropy_terms as linear_cross_entropy_terms
 from greyhound_ops.ops import linear_log_probs as linear_log_probs
 from greyhound_ops.ops import linear_loss as linear_loss
@@ -10,6 +11,7 @@ from greyhound_ops.ops import linear_loss as linear_loss
 __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_terms",
+    "linear_distillation",
     "linear_log_probs",
     "linear_loss",
 ]
