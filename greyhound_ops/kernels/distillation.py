@@ -41,8 +41,6 @@ NORM_EPS = tl.constexpr(1e-8)
 # Neighbours in a row that one thread keeps to itself in pass A: 16 bytes of bf16.
 PER_LANE = 8
 
-STATISTICS = 6
-
 
 @triton.jit
 def _online(x, top, total, scale):
@@ -105,7 +103,7 @@ def distillation_kernel(
     target_stride,
     parts_ptr,  # [2, C] out, float32: divergence, and cross entropy if HARD; not if READ_STATISTICS
     parts_stride,
-    statistics_ptr,  # [STATISTICS, C] out, float32, or in if READ_STATISTICS; see `distillation`
+    statistics_ptr,  # [6, C] out, float32, or in if READ_STATISTICS; see `distillation`
     statistics_stride,
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
     row_scale_ptr,  # [C] factor of each row's gradient, or None
@@ -346,7 +344,8 @@ def distillation_kernel(
                         q = tl.exp2(log_q)
                         # P / Q straight: without P log(M / P) there is nothing to cancel. Where
                         # the bound takes effect, also for -inf - -inf, Q is zero.
-                        ratio = tl.exp2(tl.minimum(log_p - log_q, 120.0))
+                        exponent = log_p - log_q
+                        ratio = tl.exp2(tl.where(exponent < 120.0, exponent, 120.0))
                         over_q = _log2(beta * ratio + (1.0 - beta), APPROXIMATE)
                         grad = q * (grad_factor * over_q - grad_shift)
                     else:
@@ -419,7 +418,7 @@ def distillation(
         target: ``[C]`` int64, or None if every row counts; needed with ``hard_weight``.
         parts: ``[2, C]`` out, float32, unit column stride: the divergence, and the cross entropy at
             temperature 1 (0 without ``hard_weight``); untouched if ``read_statistics``.
-        statistics: ``[STATISTICS, C]`` float32, unit column stride, out (in if
+        statistics: ``[6, C]`` float32, unit column stride, out (in if
             ``read_statistics``): largest student logit, its sum of ``exp((s - top) / T)``, the same
             two of the teacher, the constant ``sum Q g``, and the student's sum at temperature 1.
             For the cosine the two sums are norms and the constant the cosine.
