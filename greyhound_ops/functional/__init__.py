@@ -11,6 +11,7 @@ from greyhound_ops.functional.cross_entropy import (
 )
 from greyhound_ops.functional.distillation import DistillationOutput, chunked_linear_distillation
 from greyhound_ops.functional.log_probs import LogProbs, chunked_linear_log_probs
+from greyhound_ops.functional.logits import cross_entropy, selective_log_softmax
 from greyhound_ops.functional.loss import (
     autograd_loss_and_logits_grad,
     chunked_linear_loss,
@@ -35,6 +36,8 @@ __all__ = [
     "chunked_linear_loss",
     "chunked_multi_head_cross_entropy",
     "chunked_multi_token_cross_entropy",
+    "cross_entropy",
     "per_row",
+    "selective_log_softmax",
     "whole",
 ]

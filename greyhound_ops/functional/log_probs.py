@@ -139,7 +139,7 @@ def chunked_linear_log_probs(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
-    fixed_temperature, per_row = split_temperature(temperature, target, input)
+    fixed_temperature, per_row = split_temperature(temperature, target)
     grad_mode = torch.is_grad_enabled()
     call: Callable[..., Any] = torch.ops.greyhound.linear_log_probs
     if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
@@ -176,13 +176,19 @@ def chunked_linear_log_probs(
 
 
 def split_temperature(
-    temperature: float | Tensor, target: Tensor, like: Tensor
+    temperature: float | Tensor, target: Tensor, name: str = "target"
 ) -> tuple[float, Tensor | None]:
-    """A temperature as the ops take it: a number, and one per row or None."""
+    """A temperature as the ops take it: a number, and one per row or None.
+
+    Args:
+        temperature: As the caller gave it.
+        target: ``[...]``, a target of each row.
+        name: Of the target, for messages.
+    """
     if not isinstance(temperature, Tensor):
         linear_log_probs.check_temperature(temperature)
         return float(temperature), None
     if temperature.dim() == 0:
         temperature = temperature.expand(target.shape)
-    linear_log_probs.check_temperature(temperature, target.shape, like)
+    linear_log_probs.check_temperature(temperature, target, name)
     return 1.0, temperature

@@ -33,8 +33,10 @@ def _transform(x, logit_scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl
 @triton.jit
 def row_loss_and_grad(
     row,  # int64
-    logits_ptr,  # [C, V], row stride logits_stride, unit column stride; overwritten if WRITE_GRAD
+    logits_ptr,  # [C, V], row stride logits_stride, unit column stride
     logits_stride,
+    grad_ptr,  # [C, V] out if WRITE_GRAD, as the logits and possibly the same
+    grad_stride,
     target_ptr,  # [C] int32 or int64
     target_stride,
     loss_ptr,  # [C] out, float32
@@ -67,6 +69,7 @@ def row_loss_and_grad(
     BLOCK: tl.constexpr,
 ):
     row_ptr = logits_ptr + row * logits_stride
+    grad_row_ptr = grad_ptr + row * grad_stride
     columns = tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
 
@@ -79,8 +82,8 @@ def row_loss_and_grad(
             # Zeros by store, not by a product with zero: these logits may be inf or NaN.
             for start in range(0, num_classes, BLOCK):
                 j = start + columns
-                zeros = tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty)
-                tl.store(row_ptr + j, zeros, mask=j < num_classes)
+                zeros = tl.zeros([BLOCK], dtype=grad_ptr.dtype.element_ty)
+                tl.store(grad_row_ptr + j, zeros, mask=j < num_classes)
     else:
         in_range = (target >= 0) & (target < num_classes)
         # A target outside the row is never used as an offset; it poisons its row instead.
@@ -188,16 +191,18 @@ def row_loss_and_grad(
                     grad *= 1.0 - capped * capped
                 grad *= scale
                 tl.store(
-                    row_ptr + j,
-                    grad.to(logits_ptr.dtype.element_ty),
+                    grad_row_ptr + j,
+                    grad.to(grad_ptr.dtype.element_ty),
                     mask=inside,
                 )
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr,  # [C, V], row stride logits_stride, unit column stride; overwritten if WRITE_GRAD
+    logits_ptr,  # [C, V], row stride logits_stride, unit column stride
     logits_stride,
+    grad_ptr,  # [C, V] out if WRITE_GRAD, as the logits and possibly the same
+    grad_stride,
     target_ptr,  # [C] int32 or int64
     target_stride,
     loss_ptr,  # [C] out, float32
@@ -235,6 +240,8 @@ def cross_entropy_kernel(
         row,
         logits_ptr,
         logits_stride,
+        grad_ptr,
+        grad_stride,
         target_ptr,
         target_stride,
         loss_ptr,
@@ -290,6 +297,7 @@ def cross_entropy(
     grad_scale: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     lse_grad: torch.Tensor | None = None,
+    grad_logits: torch.Tensor | None = None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -299,10 +307,11 @@ def cross_entropy(
     read_statistics: bool,
     write_grad: bool,
 ) -> None:
-    """Write the losses and statistics of a chunk, and its logits gradient over the logits.
+    """Write the losses and statistics of a chunk, and its logits gradient.
 
     Args:
-        logits: ``[C, V]``, unit column stride; holds the gradient afterwards if ``write_grad``.
+        logits: ``[C, V]``, unit column stride; holds the gradient afterwards if ``write_grad`` and
+            no ``grad_logits``.
         target: ``[C]`` int32 or int64.
         loss: ``[C]`` out, float32, contiguous; untouched if ``read_statistics``.
         statistics: ``[2, C]`` float32, unit column stride, out (in if ``read_statistics``): the
@@ -313,6 +322,8 @@ def cross_entropy(
         grad_scale: Scalar on the device that multiplies the gradient, or None.
         row_scale: ``[C]``, multiplies the gradient row by row, any stride, or None.
         lse_grad: ``[C]``, upstream gradient of each row's log-sum-exp, any stride, or None.
+        grad_logits: ``[C, V]`` out if ``write_grad``, unit column stride, for logits that are
+            somebody else's; None to write over the logits.
         ignore_index: Target value of rows that do not count; they get zeros.
         label_smoothing: In ``[0, 1]``.
         z_loss: Multiplier of the squared log-sum-exp.
@@ -320,15 +331,18 @@ def cross_entropy(
         softcap: Cap of the logits, or None.
         gain: Host factor on the gradient.
         read_statistics: Take the statistics as given instead of making them.
-        write_grad: Overwrite the logits with their gradient.
+        write_grad: Write the logits' gradient.
     """
     rows, num_classes = logits.shape
     if rows == 0:
         return
     block, warps = _launch_shape(num_classes)
+    grad = logits if grad_logits is None else grad_logits
     cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),
+        grad,
+        grad.stride(0),
         target,
         target.stride(0),
         loss,

@@ -352,6 +352,8 @@ def repair_kernel(
             row,
             values_ptr,
             values_stride,
+            values_ptr,
+            values_stride,
             target_ptr,
             target_stride,
             loss_ptr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from greyhound_ops.modules.cross_entropy import ChunkedLinearCrossEntropyLoss
 from greyhound_ops.modules.distillation import ChunkedLinearDistillationLoss, ChunkedLinearJSDLoss
 from greyhound_ops.modules.log_probs import ChunkedLinearLogProbs
+from greyhound_ops.modules.logits import LogitsCrossEntropyLoss
 from greyhound_ops.modules.loss import ChunkedLinearLoss
 from greyhound_ops.modules.multi import (
     ChunkedMultiHeadCrossEntropyLoss,
@@ -19,4 +20,5 @@ __all__ = [
     "ChunkedLinearLoss",
     "ChunkedMultiHeadCrossEntropyLoss",
     "ChunkedMultiTokenCrossEntropyLoss",
+    "LogitsCrossEntropyLoss",
 ]

@@ -7,6 +7,7 @@ from greyhound_ops.ops import linear_distillation as linear_distillation
 from greyhound_ops.ops import linear_cross_entropy_terms as linear_cross_entropy_terms
 from greyhound_ops.ops import linear_log_probs as linear_log_probs
 from greyhound_ops.ops import linear_loss as linear_loss
+from greyhound_ops.ops import logits as logits
 
 __all__ = [
     "linear_cross_entropy",
@@ -14,4 +15,5 @@ __all__ = [
     "linear_distillation",
     "linear_log_probs",
     "linear_loss",
+    "logits",
 ]

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from greyhound_ops import validation
 from greyhound_ops.config import settings
-from greyhound_ops.errors import TargetOutOfRangeError
 from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
@@ -34,6 +33,7 @@ from greyhound_ops.ops.chunk_loop import (
 )
 from greyhound_ops.ops.gradients import use_triton
 from greyhound_ops.ops.op import Op, check_flags, check_frozen, in_order, product_flops
+from greyhound_ops.ops.rows import check_targets, statistics_dtype
 
 # ------------------------------------------------------------------------------------- schemas
 
@@ -123,23 +123,6 @@ def _recomputes(reduction: str, return_lse: bool, needs: GradientNeeds) -> bool:
 # Rows of one projection that stores nothing but a maximum and a sum per tile and row: 16 MiB of
 # those at V=128256. 1024 rows were 6% slower (docs/performance.md, "Forward only").
 STATISTICS_ROWS = 4096
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise for a target out of range: always on the CPU, with checks on elsewhere."""
-    if target.device.type != "cpu" and not settings().checks:
-        return  # reading it back would wait for the device; such a row becomes NaN instead
-    wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0, 0])
-        raise TargetOutOfRangeError(
-            f"target: expected a class in [0, {num_classes}) or ignore_index={ignore_index}, "
-            f"got {int(target[row])} in row {row}"
-        )
 
 
 def _torch_rows(
@@ -263,7 +246,7 @@ def _exponentials(
     target: Tensor,
     row_loss: RowLoss,
     class_weight: Tensor | None,
-    divisor: _Divisor,
+    divisor: Divisor,
 ) -> Any:
     """The path that never stores logits, where it can serve; else None.
 
@@ -317,7 +300,7 @@ class _ExponentialChunk:
         return finish
 
 
-class _Divisor:
+class Divisor:
     """What a loss over all rows is divided by, made on the device when it is first asked for.
 
     The small kernels it takes are launched behind the first projection, not before it.
@@ -415,11 +398,11 @@ def _forward(
         grad_weight_accum_dtype, needs, row_weight, divisor,
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    dtype = _statistics_dtype(compute_dtype)
+    dtype = statistics_dtype(compute_dtype)
     rows = input.reshape(-1, input.shape[-1])
     labels = target.reshape(-1).long()  # an ignore_index beyond int32 must not wrap round
     num_rows, num_classes = rows.shape[0], weight.shape[0]
-    _check_targets(labels, num_classes, ignore_index)
+    check_targets(labels, num_classes, ignore_index)
     if class_weight is not None:
         class_weight = class_weight.to(dtype).contiguous()
     if row_weight is not None:
@@ -442,7 +425,7 @@ def _forward(
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)
-    divides = _Divisor(
+    divides = Divisor(
         labels, class_weight, row_weight, ignore_index, reduction == "mean", divisor, dtype
     )
     divides_now = bool(made_now) and not deferred
@@ -534,7 +517,7 @@ def _backward_by_row(
         grad_weight_accum_dtype, needs,
     )  # fmt: skip
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    dtype = _statistics_dtype(compute_dtype)
+    dtype = statistics_dtype(compute_dtype)
     rows = input.reshape(-1, input.shape[-1])
     if statistics.shape != (2, *target.shape):
         raise ValueError(
@@ -606,7 +589,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = OP.named(args, kwargs)
     needs, compute_dtype = _check_named(call, call.reduction)
     input, weight, target, bias = call.input, call.weight, call.target, call.bias
-    dtype = _statistics_dtype(compute_dtype)
+    dtype = statistics_dtype(compute_dtype)
     by_row = call.reduction == "none"
     made_now = not _recomputes(call.reduction, call.return_lse, needs)
     stored = stored_weight_dtype(weight.dtype, compute_dtype, call.grad_weight_accum_dtype)

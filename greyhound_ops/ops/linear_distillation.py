@@ -32,8 +32,8 @@ from greyhound_ops.ops.chunk_loop import (
     stored_weight_dtype,
 )
 from greyhound_ops.ops.gradients import use_triton
-from greyhound_ops.ops.linear_cross_entropy import _check_targets, _statistics_dtype
 from greyhound_ops.ops.op import Op, check_flags, check_frozen, in_order, product_flops
+from greyhound_ops.ops.rows import check_targets, statistics_dtype
 
 # ------------------------------------------------------------------------------------- schemas
 
@@ -492,12 +492,12 @@ def _forward(
     )  # fmt: skip
     teacher_dtype = _teacher_dtype(teacher_input, teacher_weight, compute_dtype)
     compute_dtype = validation.resolve_compute_dtype(input, weight, compute_dtype)
-    dtype = _statistics_dtype(compute_dtype)
+    dtype = statistics_dtype(compute_dtype)
     rows, leading = input.reshape(-1, input.shape[-1]), input.shape[:-1]
     num_rows = rows.shape[0]
     labels = None if target is None else target.reshape(-1).long()
     if labels is not None and hard_weight:
-        _check_targets(labels, weight.shape[0], ignore_index)
+        check_targets(labels, weight.shape[0], ignore_index)
 
     # Gradients per row need the upstream of that row before rows are summed up.
     made_now = needs
@@ -652,7 +652,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = OP.named(args, kwargs)
     needs, compute_dtype = _check_named(call, call.reduction)
     input, weight, bias = call.input, call.weight, call.bias
-    leading, dtype = input.shape[:-1], _statistics_dtype(compute_dtype)
+    leading, dtype = input.shape[:-1], statistics_dtype(compute_dtype)
     by_row = call.reduction == "none"
     made_now = not _recomputes(call.reduction, needs)
     stored = stored_weight_dtype(weight.dtype, compute_dtype, call.grad_weight_accum_dtype)

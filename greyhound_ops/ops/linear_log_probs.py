@@ -22,6 +22,7 @@ from greyhound_ops.config import settings
 from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import ChunkLoop, GradientNeeds, empty, empty_grad_weight
 from greyhound_ops.ops.gradients import use_triton
+from greyhound_ops.ops.linear_cross_entropy import STATISTICS_ROWS
 from greyhound_ops.ops.op import Op, check_flags, in_order, product_flops
 from greyhound_ops.ops.rows import check_targets, reads_values, statistics_dtype
 
@@ -89,27 +90,32 @@ class LogitsOptions:
         return torch.where(temperature > 0.0, self.inverse_temperature / temperature, torch.nan)
 
 
-def check_temperature(temperature: object, rows: Any = None, like: Tensor | None = None) -> None:
+def check_temperature(
+    temperature: object, target: Tensor | None = None, name: str = "target"
+) -> None:
     """Check a temperature: a positive number, or one per row.
 
     Args:
-        temperature: Number, or tensor if ``rows`` says of which shape.
-        rows: Shape of the targets.
-        like: Tensor on the device that is expected.
+        temperature: Number, or a tensor if there is a target.
+        target: ``[...]``, whose shape and device a tensor must have.
+        name: Of the target, for the message.
     """
-    if not isinstance(temperature, Tensor):
+    if target is None or not isinstance(temperature, Tensor):
         validation.check_number("temperature", temperature)
         if temperature <= 0.0:  # type: ignore[operator]
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
         return
     validation.check_float_tensor("temperature", temperature)
-    if temperature.shape != rows:
+    if temperature.shape != target.shape:
         raise ValueError(
-            f"temperature: expected a number or shape {list(rows)}, that of target, "
+            f"temperature: expected a number or shape {list(target.shape)}, that of {name}, "
             f"got shape {list(temperature.shape)}"
         )
-    if like is not None:
-        validation.check_same_device(like, temperature=temperature)
+    if temperature.device != target.device:
+        raise ValueError(
+            f"temperature: expected a tensor on the device of {name}, {target.device}, "
+            f"got {temperature.device}"
+        )
 
 
 def check_temperatures(temperature: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -360,10 +366,6 @@ def backward_rows(
 
 # ----------------------------------------------------------------------------- implementations
 
-# Rows of one projection that stores nothing but a maximum and a sum per tile and row.
-STATISTICS_ROWS = 4096
-
-
 def _check(call: Any) -> tuple[GradientNeeds, LogitsOptions, torch.dtype]:
     """Check the arguments of either op.
 
@@ -373,7 +375,7 @@ def _check(call: Any) -> tuple[GradientNeeds, LogitsOptions, torch.dtype]:
     validation.check_projection(call.input, call.weight, call.bias)
     validation.check_target(call.input, call.target)
     if call.temperature is not None:
-        check_temperature(call.temperature, call.target.shape, call.input)
+        check_temperature(call.temperature, call.target)
     options = LogitsOptions.of(call, logit_scale=call.logit_scale, softcap=call.softcap)
     validation.check_chunk_size(call.chunk_size)
     validation.check_choice(

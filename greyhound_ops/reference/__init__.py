@@ -6,12 +6,13 @@ nothing but public torch operators, and differentiate by ordinary autograd (twic
 
 from __future__ import annotations
 
-from greyhound_ops.reference.cross_entropy import linear_cross_entropy
+from greyhound_ops.reference.cross_entropy import cross_entropy, linear_cross_entropy
 from greyhound_ops.reference.distillation import linear_distillation
 from greyhound_ops.reference.log_probs import linear_log_probs, selective_log_softmax
 from greyhound_ops.reference.loss import linear_loss
 
 __all__ = [
+    "cross_entropy",
     "linear_cross_entropy",
     "linear_distillation",
     "linear_log_probs",

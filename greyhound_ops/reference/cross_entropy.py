@@ -1,4 +1,4 @@
-"""Cross entropy of a linear projection."""
+"""Cross entropy of logits and of a linear projection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["cross_entropy", "linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -53,7 +53,62 @@ def linear_cross_entropy(
         Loss in float32 (float64 for float64 input): scalar, or ``[...]`` for ``"none"``; with
         further outputs ``(loss, z_loss, lse)``.
     """
-    logits = F.linear(input, weight, bias)
+    return cross_entropy(
+        F.linear(input, weight, bias),
+        target,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        row_weight=row_weight,
+        denominator=denominator,
+        empty_mean=empty_mean,
+        return_z_loss=return_z_loss,
+        return_lse=return_lse,
+    )
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    row_weight: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    empty_mean: float = 0.0,
+    return_z_loss: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None]:
+    """Cross entropy of ``softcap * tanh(logit_scale * logits / softcap)``.
+
+    Args:
+        logits: ``[..., V]``.
+        target: Class indices ``[...]``.
+        class_weight: As for `linear_cross_entropy`; so are the other options.
+        ignore_index: See there.
+        reduction: See there.
+        label_smoothing: See there.
+        z_loss: See there.
+        logit_scale: See there.
+        softcap: See there.
+        row_weight: See there.
+        denominator: See there.
+        empty_mean: See there.
+        return_z_loss: See there.
+        return_lse: See there.
+
+    Returns:
+        As `linear_cross_entropy`.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits.reshape(-1, logits.shape[-1]) * logit_scale
     if softcap is not None:
