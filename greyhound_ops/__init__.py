@@ -10,8 +10,24 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from greyhound_ops import config, errors, functional, modules
-from greyhound_ops.functional import chunked_linear_cross_entropy
-from greyhound_ops.modules import ChunkedLinearCrossEntropyLoss
+from greyhound_ops.functional import (
+    chunked_linear_cpo,
+    chunked_linear_cross_entropy,
+    chunked_linear_dpo,
+    chunked_linear_grpo,
+    chunked_linear_kto,
+    chunked_linear_orpo,
+    chunked_linear_simpo,
+)
+from greyhound_ops.modules import (
+    ChunkedLinearCPOLoss,
+    ChunkedLinearCrossEntropyLoss,
+    ChunkedLinearDPOLoss,
+    ChunkedLinearGRPOLoss,
+    ChunkedLinearKTOLoss,
+    ChunkedLinearORPOLoss,
+    ChunkedLinearSimPOLoss,
+)
 
 try:
     __version__ = version("greyhound-ops")
@@ -19,9 +35,21 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkedLinearCPOLoss",
     "ChunkedLinearCrossEntropyLoss",
+    "ChunkedLinearDPOLoss",
+    "ChunkedLinearGRPOLoss",
+    "ChunkedLinearKTOLoss",
+    "ChunkedLinearORPOLoss",
+    "ChunkedLinearSimPOLoss",
     "__version__",
+    "chunked_linear_cpo",
     "chunked_linear_cross_entropy",
+    "chunked_linear_dpo",
+    "chunked_linear_grpo",
+    "chunked_linear_kto",
+    "chunked_linear_orpo",
+    "chunked_linear_simpo",
     "config",
     "errors",
     "functional",

@@ -26,19 +26,83 @@ def python(code: str) -> str:
     ).stdout.strip()  # fmt: skip
 
 
+FUNCTIONAL = [
+    "CrossEntropyOutput",
+    "DistillationOutput",
+    "KTOLoss",
+    "LogProbs",
+    "MultiCrossEntropyOutput",
+    "PolicyLoss",
+    "PreferenceLoss",
+    "autograd_loss_and_logits_grad",
+    "chunked_linear_cpo",
+    "chunked_linear_cross_entropy",
+    "chunked_linear_distillation",
+    "chunked_linear_dpo",
+    "chunked_linear_grpo",
+    "chunked_linear_kto",
+    "chunked_linear_log_probs",
+    "chunked_linear_loss",
+    "chunked_linear_orpo",
+    "chunked_linear_simpo",
+    "chunked_multi_head_cross_entropy",
+    "chunked_multi_token_cross_entropy",
+    "concatenate_pairs",
+    "cpo_loss",
+    "cross_entropy",
+    "dpo_loss",
+    "grpo_loss",
+    "kto_kl",
+    "kto_loss",
+    "orpo_loss",
+    "per_row",
+    "selective_log_softmax",
+    "simpo_loss",
+    "whole",
+]
+MODULES = [
+    "ChunkedLinearCPOLoss",
+    "ChunkedLinearCrossEntropyLoss",
+    "ChunkedLinearDPOLoss",
+    "ChunkedLinearDistillationLoss",
+    "ChunkedLinearGRPOLoss",
+    "ChunkedLinearJSDLoss",
+    "ChunkedLinearKTOLoss",
+    "ChunkedLinearLogProbs",
+    "ChunkedLinearLoss",
+    "ChunkedLinearORPOLoss",
+    "ChunkedLinearSimPOLoss",
+    "ChunkedMultiHeadCrossEntropyLoss",
+    "ChunkedMultiTokenCrossEntropyLoss",
+    "LogitsCrossEntropyLoss",
+]
+
+
 def test_names() -> None:
     assert sorted(greyhound_ops.__all__) == [
+        "ChunkedLinearCPOLoss",
         "ChunkedLinearCrossEntropyLoss",
+        "ChunkedLinearDPOLoss",
+        "ChunkedLinearGRPOLoss",
+        "ChunkedLinearKTOLoss",
+        "ChunkedLinearORPOLoss",
+        "ChunkedLinearSimPOLoss",
         "__version__",
+        "chunked_linear_cpo",
         "chunked_linear_cross_entropy",
+        "chunked_linear_dpo",
+        "chunked_linear_grpo",
+        "chunked_linear_kto",
+        "chunked_linear_orpo",
+        "chunked_linear_simpo",
         "config",
         "errors",
         "functional",
         "modules",
     ]
     assert all(hasattr(greyhound_ops, name) for name in greyhound_ops.__all__)
-    assert functional.__all__ == ["CrossEntropyOutput", "chunked_linear_cross_entropy"]
-    assert modules.__all__ == ["ChunkedLinearCrossEntropyLoss"]
+    assert functional.__all__ == FUNCTIONAL
+    assert modules.__all__ == MODULES
 
 
 OPTIONS = (

@@ -11,13 +11,27 @@ from greyhound_ops.modules.multi import (
     ChunkedMultiHeadCrossEntropyLoss,
     ChunkedMultiTokenCrossEntropyLoss,
 )
+from greyhound_ops.modules.policy import ChunkedLinearGRPOLoss
+from greyhound_ops.modules.preference import (
+    ChunkedLinearCPOLoss,
+    ChunkedLinearDPOLoss,
+    ChunkedLinearKTOLoss,
+    ChunkedLinearORPOLoss,
+    ChunkedLinearSimPOLoss,
+)
 
 __all__ = [
+    "ChunkedLinearCPOLoss",
     "ChunkedLinearCrossEntropyLoss",
+    "ChunkedLinearDPOLoss",
     "ChunkedLinearDistillationLoss",
+    "ChunkedLinearGRPOLoss",
     "ChunkedLinearJSDLoss",
+    "ChunkedLinearKTOLoss",
     "ChunkedLinearLogProbs",
     "ChunkedLinearLoss",
+    "ChunkedLinearORPOLoss",
+    "ChunkedLinearSimPOLoss",
     "ChunkedMultiHeadCrossEntropyLoss",
     "ChunkedMultiTokenCrossEntropyLoss",
     "LogitsCrossEntropyLoss",
