@@ -11,6 +11,7 @@ from torch import Tensor
 
 Accum = Literal["fp32", "weight"]
 CaseMode = Literal["full", "no_grad"]
+Loss = Literal["cross_entropy", "distillation"]
 
 IGNORE_INDEX = -100
 
@@ -28,7 +29,8 @@ class Case:
         mode: ``"full"`` for a training step, ``"no_grad"`` for the loss alone.
         frozen_weight: The weight needs no gradient.
         ignored_share: Share of rows whose target is ``ignore_index``, scattered at random.
-        loss: The loss after the projection.
+        loss: The loss after the projection. ``"distillation"`` is the Jensen-Shannon divergence
+            (beta 0.5, temperature 1) from a teacher with a head of the same size.
         bias: The projection has a bias, which needs a gradient in ``"full"`` mode.
         accum: How this project's ops accumulate ``grad_weight`` unless a provider fixes it.
     """
@@ -41,7 +43,7 @@ class Case:
     mode: CaseMode = "full"
     frozen_weight: bool = False
     ignored_share: float = 0.0
-    loss: Literal["cross_entropy"] = "cross_entropy"
+    loss: Loss = "cross_entropy"
     bias: bool = False
     accum: Accum = "fp32"
 
@@ -58,12 +60,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one case: input ``[N, D]``, weight ``[V, D]``, target ``[N]``, bias ``[V]``."""
+    """Tensors of one case: input ``[N, D]``, weight ``[V, D]``, target ``[N]``, bias ``[V]``.
+
+    The teacher's input and weight, of the same shapes, are there for distillation only.
+    """
 
     input: Tensor
     weight: Tensor
     target: Tensor
     bias: Tensor | None
+    teacher_input: Tensor | None = None
+    teacher_weight: Tensor | None = None
 
     def clear_grads(self) -> None:
         """Drops the gradients of the last pass."""
@@ -96,7 +103,10 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     target = torch.randint(case.V, (case.N,), device=device, generator=generator)
     ignored = torch.randperm(case.N, device=device, generator=generator)[case.valid_rows :]
     target[ignored] = IGNORE_INDEX
-    return Inputs(hidden, weight, target, bias)
+    if case.loss == "cross_entropy":
+        return Inputs(hidden, weight, target, bias)
+    teacher_input, teacher_weight = normal(case.N, case.D), normal(case.V, case.D)
+    return Inputs(hidden, weight, target, bias, teacher_input, teacher_weight.mul_(case.D**-0.5))
 
 
 _BASES = {
@@ -112,6 +122,8 @@ _BASES = {
         Case("odd64", 64, 1024, 50257),
         Case("odd1024", 1024, 1024, 50257),
         Case("tiny", 48, 16, 96, dtype=torch.float32),
+        Case("jsd4k", 4096, 4096, 128256, loss="distillation"),
+        Case("jsd4kqwen", 4096, 4096, 151936, loss="distillation"),
     )
 }
 
@@ -122,6 +134,7 @@ SUFFIXES = {
     "ignoredNN": "NN% of the rows are ignored",
     "bias": "with a bias",
     "fp32": "fp32 tensors",
+    "jsd": "distillation by the Jensen-Shannon divergence instead of cross entropy",
     "accumweight": "this project's ops accumulate grad_weight in the weight's dtype",
 }
 
@@ -141,6 +154,11 @@ MAIN_CASES = (
     "odd64",
     "odd1024",
     "tiny",
+    "jsd4k",
+    "jsd4k-frozen",
+    "jsd4kqwen",
+    "jsd4kqwen-frozen",
+    "tiny-jsd",
 )
 
 
@@ -174,6 +192,8 @@ def get_case(name: str) -> Case:
             case = replace(case, bias=True)
         elif suffix == "fp32":
             case = replace(case, dtype=torch.float32)
+        elif suffix == "jsd":
+            case = replace(case, loss="distillation")
         elif suffix == "accumweight":
             case = replace(case, accum="weight")
         elif percent := re.fullmatch(r"ignored(\d\d?)", suffix):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import IGNORE_INDEX, Case, Inputs
+from benchmarks.cases import IGNORE_INDEX, Case, Inputs, Loss
 
 LossFn = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -62,7 +63,8 @@ class FloorStep:
     """The bare products a case cannot do without, into buffers made beforehand.
 
     Ignored rows are left out. The gradient products read the true gradient of the logits, since
-    how much power a product draws, and so how fast it runs, depends on its data.
+    how much power a product draws, and so how fast it runs, depends on its data. Distillation adds
+    the teacher's logits.
     """
 
     def __init__(self, inputs: Inputs, case: Case) -> None:
@@ -72,18 +74,25 @@ class FloorStep:
         self._input = inputs.input.detach()[valid]
         self._weight = inputs.weight.detach()
         self._logits = self._input.new_empty(case.valid_rows, case.V)
+        self._teacher = None
+        if inputs.teacher_input is not None and inputs.teacher_weight is not None:
+            self._teacher = inputs.teacher_input[valid], inputs.teacher_weight
         if self._training:
-            self._grad_logits = _logits_gradient(self._input, self._weight, inputs.target[valid])
+            self._grad_logits = _logits_gradient(
+                self._input, self._weight, inputs.target[valid], self._teacher
+            )
             self._grad_input = torch.empty_like(self._input)
             if not self._frozen:
                 self._grad_weight = torch.empty_like(self._weight)
 
     def forward(self) -> None:
-        """One product: the logits."""
+        """One product: the logits. Distillation: two."""
         torch.mm(self._input, self._weight.t(), out=self._logits)
+        if self._teacher is not None:
+            torch.mm(self._teacher[0], self._teacher[1].t(), out=self._logits)
 
     def full(self) -> None:
-        """Three products, two when the weight is frozen, one without gradients."""
+        """Three products, two when the weight is frozen, one without gradients; one a teacher."""
         self.forward()
         if not self._training:
             return
@@ -92,13 +101,23 @@ class FloorStep:
             torch.mm(self._grad_logits.t(), self._input, out=self._grad_weight)
 
 
-def _logits_gradient(x: Tensor, weight: Tensor, target: Tensor, chunk_rows: int = 1024) -> Tensor:
-    """Gradient of the mean cross entropy with respect to the logits, ``[N, V]`` in x's dtype."""
+def _logits_gradient(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    teacher: tuple[Tensor, Tensor] | None,
+    chunk_rows: int = 1024,
+) -> Tensor:
+    """Gradient of the mean loss with respect to the logits, ``[N, V]`` in x's dtype."""
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, x.shape[0], chunk_rows):
         rows = slice(start, start + chunk_rows)
-        part = torch.softmax((x[rows] @ weight.t()).float(), dim=-1)
-        part[torch.arange(part.shape[0], device=x.device), target[rows]] -= 1.0
+        logits = (x[rows] @ weight.t()).float()
+        if teacher is None:
+            part = torch.softmax(logits, dim=-1)
+            part[torch.arange(part.shape[0], device=x.device), target[rows]] -= 1.0
+        else:
+            part = jsd_gradient(logits, (teacher[0][rows] @ teacher[1].t()).float())[1]
         gradient[rows] = part.div_(x.shape[0])
     return gradient
 
@@ -109,6 +128,49 @@ def plain_linear_cross_entropy(
     """The loss as models write it: projection, fp32 logits, mean cross entropy."""
     logits = F.linear(input, weight, bias).float()
     return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
+
+
+def jsd_rows(student: Tensor, teacher: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of each row of logits, as trainers write it."""
+    log_q, log_p = F.log_softmax(student, dim=-1), F.log_softmax(teacher, dim=-1)
+    mixture = torch.logaddexp(log_q, log_p) - math.log(2.0)
+    kl = F.kl_div(mixture, log_p, reduction="none", log_target=True)
+    kl = kl + F.kl_div(mixture, log_q, reduction="none", log_target=True)
+    return 0.5 * kl.sum(-1)
+
+
+def jsd_gradient(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """The divergences of rows, and the gradient of their sum with respect to student's logits."""
+    with torch.enable_grad():
+        leaf = student.detach().requires_grad_()
+        rows = jsd_rows(leaf, teacher.detach())
+        (gradient,) = torch.autograd.grad(rows.sum(), leaf)
+    return rows.detach(), gradient
+
+
+def plain_linear_jsd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+) -> Tensor:
+    """Distillation as trainers write it: two projections, fp32 logits, mean of rows that count."""
+    student = F.linear(input, weight, bias).float()
+    with torch.no_grad():
+        teacher = F.linear(teacher_input, teacher_weight).float()
+    counts = target != IGNORE_INDEX
+    return torch.where(counts, jsd_rows(student, teacher), 0.0).sum() / counts.sum()
+
+
+def with_teacher(function: Callable[..., Tensor], inputs: Inputs) -> LossFn:
+    """A loss over student and teacher as one over the student's tensors."""
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        return function(x, weight, target, bias, inputs.teacher_input, inputs.teacher_weight)
+
+    return loss
 
 
 @dataclass(frozen=True)
@@ -124,6 +186,7 @@ class Provider:
         module: Module that must be importable, if any.
         declines: Why it cannot take a case, or None.
         build: Makes the step; may compile, and may raise.
+        losses: What it computes.
     """
 
     name: str
@@ -132,9 +195,12 @@ class Provider:
     build: Callable[[Case, Inputs], Step]
     module: str | None = None
     declines: Callable[[Case, torch.device], str | None] = lambda case, device: None
+    losses: tuple[Loss, ...] = ("cross_entropy",)
 
     def available(self, case: Case, device: torch.device) -> str | None:
         """Says why this provider cannot run a case on a device; None when it can."""
+        if case.loss not in self.losses:
+            return f"computes no {case.loss}"
         if self.module is not None:
             _find_own_packages()
             if importlib.util.find_spec(self.module) is None:
@@ -157,6 +223,8 @@ def _find_own_packages() -> None:
 
 
 def _build_eager(case: Case, inputs: Inputs) -> Step:
+    if case.loss == "distillation":
+        return LossStep(with_teacher(plain_linear_jsd, inputs), inputs, case)
     return LossStep(plain_linear_cross_entropy, inputs, case)
 
 
@@ -181,10 +249,13 @@ def _build_compiled(
     Dynamo keeps compiled code with the code object and does not look at Inductor's settings, so
     each provider compiles a code object of its own.
     """
-    code = plain_linear_cross_entropy.__code__.replace(co_name=f"linear_cross_entropy_{tag}")
-    plain = types.FunctionType(code, plain_linear_cross_entropy.__globals__)
+    distills = case.loss == "distillation"
+    plain: Any = plain_linear_jsd if distills else plain_linear_cross_entropy
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_{tag}")
+    plain = types.FunctionType(code, plain.__globals__)
     with _cold_caches(), context():
-        step = LossStep(torch.compile(plain, **compile_options), inputs, case)
+        compiled = torch.compile(plain, **compile_options)
+        step = LossStep(with_teacher(compiled, inputs) if distills else compiled, inputs, case)
         step.full()
     return step
 
@@ -226,16 +297,22 @@ def _declines_torch_lce(case: Case, device: torch.device) -> str | None:
 
 def _build_op(accum: str | None) -> Callable[[Case, Inputs], Step]:
     def build(case: Case, inputs: Inputs) -> Step:
-        op = importlib.import_module("greyhound_ops.functional").chunked_linear_cross_entropy
+        functional = importlib.import_module("greyhound_ops.functional")
+        options = {"ignore_index": IGNORE_INDEX, "grad_weight_accum_dtype": accum or case.accum}
+        if case.loss == "distillation":
+
+            def distill(
+                x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *teacher: Tensor
+            ) -> Tensor:
+                return functional.chunked_linear_distillation(  # type: ignore[no-any-return]
+                    x, weight, *teacher, target, bias, divergence="jsd", beta=0.5, **options
+                )
+
+            return LossStep(with_teacher(distill, inputs), inputs, case)
 
         def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-            return op(  # type: ignore[no-any-return]
-                x,
-                weight,
-                target,
-                bias,
-                ignore_index=IGNORE_INDEX,
-                grad_weight_accum_dtype=accum or case.accum,
+            return functional.chunked_linear_cross_entropy(  # type: ignore[no-any-return]
+                x, weight, target, bias, **options
             )
 
         return LossStep(loss, inputs, case)
@@ -299,6 +376,18 @@ def _peer_declines(*, bias: bool) -> Callable[[Case, torch.device], str | None]:
 
 def _build_liger(accum: torch.dtype | None) -> Callable[[Case, Inputs], Step]:
     def build(case: Case, inputs: Inputs) -> Step:
+        if case.loss == "distillation":
+            fused = importlib.import_module("liger_kernel.transformers.fused_linear_jsd")
+            module = fused.LigerFusedLinearJSD(
+                jsd_beta=0.5, ignore_index=IGNORE_INDEX, temperature=1.0, accum_dtype=accum
+            )
+
+            def distill(
+                x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *teacher: Tensor
+            ) -> Tensor:
+                return module(x, weight, *teacher, target)  # type: ignore[no-any-return]
+
+            return LossStep(with_teacher(distill, inputs), inputs, case)
         function = importlib.import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
 
         def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
@@ -310,6 +399,24 @@ def _build_liger(accum: torch.dtype | None) -> Callable[[Case, Inputs], Step]:
         return LossStep(loss, inputs, case)
 
     return build
+
+
+def _build_liger_chunked(case: Case, inputs: Inputs) -> Step:
+    chunked = importlib.import_module("liger_kernel.chunked_loss")
+    module = chunked.LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, ignore_index=IGNORE_INDEX
+    )
+
+    def distill(
+        x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *teacher: Tensor
+    ) -> Tensor:
+        return module(x, weight, *teacher, target, bias)  # type: ignore[no-any-return]
+
+    return LossStep(with_teacher(distill, inputs), inputs, case)
+
+
+def _declines_liger(case: Case, device: torch.device) -> str | None:
+    return _peer_declines(bias=case.loss == "cross_entropy")(case, device)
 
 
 def _build_quack(chunk_rows: int) -> Callable[[Case, Inputs], Step]:
@@ -352,33 +459,53 @@ def _declines_cce(case: Case, device: torch.device) -> str | None:
     return _peer_declines(bias=False)(case, device)
 
 
+BOTH_LOSSES: tuple[Loss, ...] = ("cross_entropy", "distillation")
+
 FLOOR = Provider(
     "floor",
-    "the bare matrix products: three, two with a frozen weight, one forward",
+    "the bare matrix products: three, two with a frozen weight, one forward; a teacher's more",
     "none",
     lambda case, inputs: FloorStep(inputs, case),
+    losses=BOTH_LOSSES,
 )
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
         FLOOR,
-        Provider("eager", "F.linear, .float(), F.cross_entropy", "none", _build_eager),
-        Provider("compile", "the same under torch.compile", "none", _build_compile),
+        Provider(
+            "eager",
+            "F.linear, .float(), F.cross_entropy or the divergence in PyTorch",
+            "none",
+            _build_eager,
+            losses=BOTH_LOSSES,
+        ),
+        Provider(
+            "compile", "the same under torch.compile", "none", _build_compile, losses=BOTH_LOSSES
+        ),
         Provider(
             "autochunk",
             "the same with Inductor's auto-chunker enabled",
             "none",
             _build_autochunk,
             declines=_declines_autochunk,
+            losses=BOTH_LOSSES,
         ),
-        Provider("op", "chunked_linear_cross_entropy", "case", _build_op(None), "greyhound_ops"),
+        Provider(
+            "op",
+            "chunked_linear_cross_entropy or chunked_linear_distillation",
+            "case",
+            _build_op(None),
+            "greyhound_ops",
+            losses=BOTH_LOSSES,
+        ),
         Provider(
             "op_weight",
             "the same, accumulating in the weight's dtype",
             "weight",
             _build_op("weight"),
             "greyhound_ops",
+            losses=BOTH_LOSSES,
         ),
         Provider(
             "rewritten",
@@ -400,7 +527,8 @@ PROVIDERS = {
             "weight",
             _build_liger(None),
             "liger_kernel",
-            _peer_declines(bias=True),
+            _declines_liger,
+            BOTH_LOSSES,
         ),
         Provider(
             "liger_fp32",
@@ -408,7 +536,17 @@ PROVIDERS = {
             "fp32",
             _build_liger(torch.float32),
             "liger_kernel",
+            _declines_liger,
+            BOTH_LOSSES,
+        ),
+        Provider(
+            "liger_chunked",
+            "Liger-Kernel's chunked loss, compiled, its default chunks of 1024 rows",
+            "weight",
+            _build_liger_chunked,
+            "liger_kernel",
             _peer_declines(bias=True),
+            ("distillation",),
         ),
         Provider(
             "quack",
