@@ -214,11 +214,14 @@ def autograd_in_op() -> Iterator[None]:
     fails here, and all else works.
     """
     key = torch._C.DispatchKey
+    outside = torch._C._dispatch_tls_local_exclude_set()
+    exclude = torch._C.DispatchKeySet(key.Undefined)
+    # As outside any operator, where autocast alone may be off. A compiled graph runs its operators
+    # below more than autograd: without functorch's keys nothing could be compiled in them.
+    for name, each in key.__members__.items():
+        if name.startswith("Autocast") and outside.has(each):
+            exclude = exclude.add(each)
     include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        exclude = exclude.remove(getattr(key, name))
-    exclude = exclude.remove(key.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         yield
 

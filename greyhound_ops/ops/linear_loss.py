@@ -74,7 +74,7 @@ def _check(call: Any) -> tuple[GradientNeeds, list[bool], torch.dtype]:
 FP16_TOP_EXPONENT = 12
 
 
-def _stored_input_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+def stored_input_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
     """Dtype in which the forward hands ``grad_input`` to the backward.
 
     How a loss is scaled is the callable's affair: a mean over 8192 rows has gradients that fp16
@@ -85,17 +85,17 @@ def _stored_input_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) ->
     return input_dtype
 
 
-def _stored_tensor_dtype(dtype: torch.dtype) -> torch.dtype:
+def stored_tensor_dtype(dtype: torch.dtype) -> torch.dtype:
     """The same for a learnable argument of the callable."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-class _LossLoop(ChunkLoop):
+class LossLoop(ChunkLoop):
     """The chunk loop for logits gradients of any floating dtype and any size."""
 
     def __init__(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(input, weight, *args, **options)
-        stored = _stored_input_dtype(input.dtype, self._weight.dtype)
+        stored = stored_input_dtype(input.dtype, self._weight.dtype)
         self._fp16 = self._weight.dtype == torch.float16
         if self.grad_input is not None and stored != input.dtype:
             self.grad_input = input.new_empty(input.shape, dtype=stored)
@@ -146,8 +146,8 @@ class _LossLoop(ChunkLoop):
         largest = grad_logits.abs().amax()
         usable = (largest > 0) & largest.isfinite()
         _, exponent = torch.frexp(torch.where(usable, largest, 1.0))
-        # Within fp32's own powers of two, and what cannot be scaled stays as it is.
-        exponent = (FP16_TOP_EXPONENT - exponent).clamp(-100, 100)
+        # Bounded, so that an accumulator of one chunk's scale fits in fp32 with the next one's.
+        exponent = (FP16_TOP_EXPONENT - exponent).clamp(-30, 60)
         scale = torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
         scaled = (grad_logits * scale).to(torch.float16)
         grad_bias, self.grad_bias = self.grad_bias, None
@@ -170,7 +170,7 @@ class _LossLoop(ChunkLoop):
         return super().finish()
 
 
-class _Arguments:
+class Arguments:
     """The callable's tensor arguments: those of a chunk, and the gradients of those that learn.
 
     Args:
@@ -194,7 +194,7 @@ class _Arguments:
                 f"tensors: expected {len(marks)} tensors, as the call says, got {len(tensors)}"
             )
         self._shapes = [each.shape for each in tensors]
-        self._dtypes = [_stored_tensor_dtype(each.dtype) for each in tensors]
+        self._dtypes = [stored_tensor_dtype(each.dtype) for each in tensors]
         self.by_row: list[bool] = []
         self._tensors = []
         for index, (tensor, mark) in enumerate(zip(tensors, marks, strict=True)):
@@ -282,8 +282,8 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     rows = input.reshape(-1, input.shape[-1])
     num_rows = rows.shape[0]
     batch = tuple(input.shape[:-1]) or (1,)
-    arguments = _Arguments(tensors, loss_fn.marks, wanted, batch, num_rows)
-    loop = _LossLoop(
+    arguments = Arguments(tensors, loss_fn.marks, wanted, batch, num_rows)
+    loop = LossLoop(
         rows,
         weight,
         bias,
@@ -332,7 +332,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, li
     stored = stored_weight_dtype(weight.dtype, compute_dtype, call.grad_weight_accum_dtype)
     return (
         input.new_empty((), dtype=torch.promote_types(compute_dtype, torch.float32)),
-        input.new_empty(input.shape, dtype=_stored_input_dtype(input.dtype, compute_dtype))
+        input.new_empty(input.shape, dtype=stored_input_dtype(input.dtype, compute_dtype))
         if needs.input
         else empty(input),
         empty_grad_weight(weight, stored) if needs.weight else empty(weight),
@@ -340,7 +340,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, li
         if needs.bias
         else empty(input if bias is None else bias),
         [
-            each.new_empty(each.shape, dtype=_stored_tensor_dtype(each.dtype))
+            each.new_empty(each.shape, dtype=stored_tensor_dtype(each.dtype))
             if need
             else empty(each)
             for each, need in zip(call.tensors, wanted, strict=True)

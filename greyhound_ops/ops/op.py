@@ -85,6 +85,7 @@ class Op:
         """
         kernel = torch_private.autograd_kernel(self.overload, backward, setup_context)
         name = self.name
+        defaults = tuple(each.default_value for each in self.overload._schema.arguments)
 
         def guarded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             for value in _tensors((*args, *kwargs.values())):
@@ -94,7 +95,9 @@ class Op:
                         "greyhound_ops.reference or plain torch there. Ignoring the tangent would "
                         "give a silent zero."
                     )
-            return kernel(keyset, *args, **kwargs)
+            # The dispatcher drops trailing arguments that have their default; a backward with lists
+            # of tensors has to answer for each argument that the forward was given.
+            return kernel(keyset, *args, *defaults[len(args) :], **kwargs)
 
         LIBRARY.impl(self._opname, guarded, "Autograd", with_keyset=True)
         self._function = self._functorch_function(setup_context, backward)

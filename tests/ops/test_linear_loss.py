@@ -23,8 +23,9 @@ from greyhound_ops.functional import (
     whole,
 )
 from greyhound_ops.modules import ChunkedLinearLoss
-from greyhound_ops.ops import loss_call
-from greyhound_ops.testing import assert_within_budget
+from greyhound_ops.ops import linear_loss, loss_call
+from greyhound_ops.ops.chunk_loop import GradientNeeds
+from greyhound_ops.testing import assert_within_budget, relative_error
 from samples import DTYPES, LAYOUTS, SLACK, dtype_id
 
 ROWS, HIDDEN, CLASSES = 13, 8, 11
@@ -747,6 +748,30 @@ def test_fp16_with_gradients_out_of_its_range(size: float, device: torch.device)
         assert_within_budget(
             name, ours[name], torchs[name], truth[name], slack=SLACK[torch.float16]
         )
+
+
+def test_fp16_scale_follows_the_chunks() -> None:
+    # What CUDA does with fp32 gradients and fp16 products; each chunk has gradients of another
+    # size, one has none.
+    rows, weight = torch.randn(20, HIDDEN).half(), torch.randn(CLASSES, HIDDEN).half()
+    grads = torch.randn(20, CLASSES)
+    for start, size in ((0, 2.0**-30), (5, 2.0**20), (10, 0.0), (15, 1.0)):
+        grads[start : start + 5] *= size
+    loop = linear_loss.LossLoop(
+        rows, weight, torch.zeros(CLASSES).half(), needs=GradientNeeds(True, True, True),
+        compute_dtype=torch.float16, accum="fp32", chunk_size=5, gain=1.0,
+    )  # fmt: skip
+    for start, stop in loop.spans():
+        loop._fold_scaled(start, stop, grads[start:stop])
+    grad_input, grad_weight, grad_bias = loop.finish()
+    assert grad_input.dtype == grad_weight.dtype == torch.float32
+    wide = grads.double()
+    for start in (0, 5, 10, 15):
+        part = slice(start, start + 5)
+        error = relative_error(grad_input[part], wide[part] @ weight.double())
+        assert error < 2 * SLACK[torch.float16]
+    assert relative_error(grad_weight, wide.t() @ rows.double()) < SLACK[torch.float16]
+    assert relative_error(grad_bias, wide.sum(0)) < 1e-6
 
 
 def test_fp16_scaler_after_a_mean() -> None:
