@@ -167,11 +167,26 @@ def test_numerics(divergence: str, reduction: str, dtype: torch.dtype) -> None:
         )
         plain = train(tensors, upstream, function=reference.linear_distillation, **options)
         truth = train(wide, upstream, function=reference.linear_distillation, **options)
-        slacks = [1e-6, unit, unit * (chunks if accum == "weight" else 1)]
+        assert_within_budget("loss", ours[0], plain[0], rounded_loss(tensors, options), slack=1e-6)
+        slacks = [unit, unit * (chunks if accum == "weight" else 1)]
         for name, value, at_dtype, exact, slack in zip(
-            ("loss", "grad_input", "grad_weight"), ours, plain, truth, slacks, strict=True
+            ("grad_input", "grad_weight"), ours[1:], plain[1:], truth[1:], slacks, strict=True
         ):
             assert_within_budget(f"{accum} {name}", value, at_dtype, exact, slack=slack)
+
+
+def rounded_loss(tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
+    """The loss in float64 of the logits as the products round them.
+
+    A mean of 1024 rows has the rounding of the logits averaged out to what float32 arithmetic adds,
+    so against the float64 truth the luckier of two equally good losses would win.
+    """
+    input, weight, teacher_input, teacher_weight, target = tensors
+    eye = torch.eye(weight.shape[0], dtype=torch.float64, device=weight.device)
+    student, teacher = input @ weight.t(), teacher_input @ teacher_weight.t()
+    return reference.linear_distillation(
+        student.double(), eye, teacher.double(), eye, target, **options
+    )
 
 
 def test_row_offsets_beyond_int32() -> None:
