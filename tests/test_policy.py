@@ -129,6 +129,38 @@ def test_options(case: str, device: torch.device) -> None:
     )
 
 
+def test_temperature_by_token_and_its_gradient() -> None:
+    batch = make_batch()
+    head, advantages = make_reference(batch), advantages_of(batch)
+    grads = []
+    for function in (functional.chunked_linear_grpo, reference.linear_grpo):
+        temperature = torch.linspace(0.5, 2.0, ROWS * TOKENS, dtype=torch.float64)
+        temperature = temperature.view(ROWS, TOKENS).requires_grad_()
+        result = function(
+            batch.input, batch.weight, batch.target, advantages, batch.bias, beta=0.2,
+            temperature=temperature, old_log_probs=off_policy(batch), **head,
+        )  # fmt: skip
+        loss = result if isinstance(result, Tensor) else result.loss
+        loss.backward()
+        grads.append(temperature.grad)
+    mask = batch.target != -100
+    assert grads[0][mask].any()
+    # The reference head is not differentiated there either.
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_ignore_index_is_any_class() -> None:
+    batch = make_batch()
+    batch = batch.replace(target=batch.target.masked_fill(batch.target == -100, 2))
+    mask = torch.rand(ROWS, TOKENS) < 0.8
+    compare(batch, advantages_of(batch), ignore_index=2, mask=mask)
+    narrow = functional.chunked_linear_grpo(
+        batch.input, batch.weight, batch.target.int(), advantages_of(batch), mask=mask,
+        ignore_index=2,
+    )  # fmt: skip
+    assert narrow.log_probs[~mask].eq(0).all()
+
+
 def test_denominator_as_a_tensor() -> None:
     batch = make_batch()
     advantages = advantages_of(batch)
@@ -174,6 +206,20 @@ def test_mask(dtype: torch.dtype, device: torch.device) -> None:
         entropy_coef=0.1,
         **make_reference(batch),
     )
+
+
+def test_what_stands_under_the_mask_is_no_class() -> None:
+    batch = make_batch()
+    mask = batch.target != -100
+    padded = batch.target.masked_fill(~mask, CLASSES + 5)
+    advantages = advantages_of(batch)
+    results = [
+        functional.chunked_linear_grpo(
+            batch.input, batch.weight, target, advantages, mask=mask
+        ).loss
+        for target in (batch.target, padded)
+    ]
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", REDUCED, ids=dtype_id)

@@ -277,7 +277,9 @@ def _sorted_losses(
         sides = _halves(ratios)
     last = policy.new_full((), math.inf)
     upper, lower = (
-        kept(side, counted)[torch.where(counted, side.detach(), last).argsort(stable=True)]
+        kept(side, counted).gather(
+            0, torch.where(counted, side.detach(), last).argsort(stable=True)
+        )
         for side in sides
     )
     places = torch.arange(counted.shape[0], device=counted.device) < counted.sum()
@@ -870,8 +872,8 @@ def kto_kl(
 ) -> Tensor:
     """Reference point of KTO: the divergence from the reference on mismatched completions.
 
-    ``max(0, mean over sequences of log p - log p_ref)`` (arXiv:2402.01306, section 4.1) of
-    completions that belong to other prompts of the batch. With several processes the mean is to be
+    ``max(0, mean over sequences of log p - log p_ref)`` (arXiv:2402.01306) of completions
+    that belong to other prompts of the batch. With several processes the mean is to be
     taken over all of them before ``clamp``: give `kto_loss` that instead.
 
     Args:

@@ -135,9 +135,9 @@ def _dpo_losses(
     e = label_smoothing
     r_w, r_l = policy_w - ref_w, policy_l - ref_l
     h = (policy_w - policy_l) - (ref_w - ref_l)
-    if loss_type == "aot":  # arXiv:2406.05882, equation 8: paired
+    if loss_type == "aot":  # arXiv:2406.05882, paired
         h = (policy_w - policy_l).sort().values - (ref_w - ref_l).sort().values
-    elif loss_type == "aot_unpaired":  # equation 9
+    elif loss_type == "aot_unpaired":  # unpaired
         h = r_w.sort().values - r_l.sort().values
     if loss_type in ("sigmoid", "aot", "aot_unpaired"):
         return -(1 - e) * F.logsigmoid(beta * h) - e * F.logsigmoid(-beta * h)
@@ -145,7 +145,7 @@ def _dpo_losses(
         return (1 - beta * h).clamp(min=0)
     if loss_type == "ipo":  # arXiv:2310.12036, equation 17
         return (h - 1 / (2 * beta)) ** 2
-    if loss_type == "robust":  # arXiv:2403.00409, equation 12
+    if loss_type == "robust":  # arXiv:2403.00409
         return -((1 - e) * F.logsigmoid(beta * h) - e * F.logsigmoid(-beta * h)) / (1 - 2 * e)
     if loss_type == "exo_pair":  # arXiv:2402.00856, equation 16
         model = torch.stack((F.logsigmoid(beta * h), F.logsigmoid(-beta * h)))
@@ -205,7 +205,7 @@ def linear_simpo(
     nll_weight: float = 0.0,
     **head: Any,
 ) -> Tensor:
-    """Simple preference optimisation (arXiv:2405.14734, equation 6).
+    """Simple preference optimisation (arXiv:2405.14734).
 
     Args:
         input: Hidden states ``[2 B, T, D]``, the chosen sequences first.
@@ -242,7 +242,7 @@ def linear_orpo(
     nll_weight: float = 1.0,
     **head: Any,
 ) -> Tensor:
-    """Odds-ratio preference optimisation (arXiv:2403.07691, equations 3 to 7).
+    """Odds-ratio preference optimisation (arXiv:2403.07691).
 
     Args:
         input: Hidden states ``[2 B, T, D]``, the chosen sequences first.
@@ -284,7 +284,7 @@ def linear_kto(
     average_log_prob: bool = False,
     **head: Any,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (arXiv:2402.01306, equation 8).
+    """Kahneman-Tversky optimisation (arXiv:2402.01306).
 
     Args:
         input: Hidden states ``[B, T, D]``.
