@@ -320,6 +320,36 @@ def _build_op(accum: str | None) -> Callable[[Case, Inputs], Step]:
     return build
 
 
+def _build_generic(compiled: bool) -> Callable[[Case, Inputs], Step]:
+    """The loss as a callable: a sum over the rows, differentiated chunk by chunk."""
+
+    def build(case: Case, inputs: Inputs) -> Step:
+        functional = importlib.import_module("greyhound_ops.functional")
+
+        def summed(logits: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(
+                logits.float(), target, ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+
+        adapter = functional.autograd_loss_and_logits_grad(summed)
+        if compiled:
+            adapter = torch.compile(adapter)
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            total = functional.chunked_linear_loss(
+                x, weight, adapter, target, bias=bias, grad_weight_accum_dtype=case.accum
+            )
+            return total / (target != IGNORE_INDEX).sum()  # type: ignore[no-any-return]
+
+        step = LossStep(loss, inputs, case)
+        if compiled:
+            with _cold_caches():
+                step.full()
+        return step
+
+    return build
+
+
 def _rewritten_count(lowering: Any) -> int:
     return int(lowering.explain().rewritten_count)
 
@@ -506,6 +536,20 @@ PROVIDERS = {
             _build_op("weight"),
             "greyhound_ops",
             losses=BOTH_LOSSES,
+        ),
+        Provider(
+            "generic_eager",
+            "chunked_linear_loss over F.cross_entropy",
+            "case",
+            _build_generic(compiled=False),
+            "greyhound_ops",
+        ),
+        Provider(
+            "generic_compiled",
+            "the same, the callable under torch.compile",
+            "case",
+            _build_generic(compiled=True),
+            "greyhound_ops",
         ),
         Provider(
             "rewritten",

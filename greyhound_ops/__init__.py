@@ -11,12 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from greyhound_ops import config, errors, functional, modules
 from greyhound_ops.functional import (
+    autograd_loss_and_logits_grad,
     chunked_linear_cpo,
     chunked_linear_cross_entropy,
     chunked_linear_distillation,
     chunked_linear_dpo,
     chunked_linear_grpo,
     chunked_linear_kto,
+    chunked_linear_loss,
     chunked_linear_orpo,
     chunked_linear_simpo,
 )
@@ -28,6 +30,7 @@ from greyhound_ops.modules import (
     ChunkedLinearGRPOLoss,
     ChunkedLinearJSDLoss,
     ChunkedLinearKTOLoss,
+    ChunkedLinearLoss,
     ChunkedLinearORPOLoss,
     ChunkedLinearSimPOLoss,
 )
@@ -45,15 +48,18 @@ __all__ = [
     "ChunkedLinearGRPOLoss",
     "ChunkedLinearJSDLoss",
     "ChunkedLinearKTOLoss",
+    "ChunkedLinearLoss",
     "ChunkedLinearORPOLoss",
     "ChunkedLinearSimPOLoss",
     "__version__",
+    "autograd_loss_and_logits_grad",
     "chunked_linear_cpo",
     "chunked_linear_cross_entropy",
     "chunked_linear_distillation",
     "chunked_linear_dpo",
     "chunked_linear_grpo",
     "chunked_linear_kto",
+    "chunked_linear_loss",
     "chunked_linear_orpo",
     "chunked_linear_simpo",
     "config",

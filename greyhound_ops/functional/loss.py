@@ -67,7 +67,9 @@ def chunked_linear_loss(
             to the logits, ``[C, V]`` of any floating dtype. `autograd_loss_and_logits_grad` makes
             one of a loss alone. The logits have the dtype of the products, as `F.linear` makes
             them: bf16 for bf16 operands, that of autocast under it, and autocast is on inside as
-            it is outside. They are scratch: they may be written to, and are gone after the call.
+            it is outside. (The adapter's loss sees fp16 logits and arguments in fp32: its
+            gradient would be rounded to fp16 before the upstream could lift it.) They are scratch:
+            they may be written to, and are gone after the call.
         *loss_args: For the callable. With the adapter, tensors that require grad get their
             gradients: whole ones summed over the chunks in fp32, others row by row.
         bias: ``[V]`` or None. A loss with an argument of this name, or that of another option

@@ -520,6 +520,14 @@ class LossCall:
             Loss, gradient of the logits or None, and one gradient or None per tensor.
         """
         wants = (want_logits, *want_tensors)
+        if self.differentiate and logits.dtype == torch.float16:
+            # Autograd hands a gradient back in the dtype of its leaf, and the upstream, which in
+            # plain torch lifts it into fp16's range first, is not there yet: probabilities of a
+            # 128k vocabulary would be rounded to two or three bits. The arguments follow, since not
+            # every loss takes two dtypes.
+            logits, *tensors = (
+                each.float() if each.dtype == torch.float16 else each for each in (logits, *tensors)
+            )
         if self.differentiate:
             # The op's tensors may require grad where it was called; here only those wanted do.
             logits, *tensors = (

@@ -774,15 +774,21 @@ def test_fp16_scale_follows_the_chunks() -> None:
     assert relative_error(grad_bias, wide.sum(0)) < 1e-6
 
 
-def test_fp16_scaler_after_a_mean() -> None:
-    def mean(logits: Tensor, target: Tensor, rows: int) -> Tensor:
-        return nll(logits.float(), target) / rows
+@pytest.mark.parametrize("rows", [None, 4096], ids=["sum", "mean"])
+def test_fp16_scaler_lifts_small_gradients(rows: int | None) -> None:
+    # Probabilities near 1e-5, below fp16's normal numbers, and a mean over many rows inside the
+    # loss: plain torch multiplies by the upstream first.
+    classes = 20000
 
-    # The upstream of a GradScaler comes after the gradients are made.
-    case = problem("nll", torch.float16, rows=256)
-    case.args = (*case.args, 256)
-    case.loss = mean
-    check(chunked(mean, chunk_size=50), case, upstream=1024.0, slack=4 * SLACK[torch.float16])
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        total = F.cross_entropy(wide(logits), target, reduction="sum")
+        return total if rows is None else total / rows
+
+    case = Problem(
+        loss, (torch.randint(0, classes, (24,)),), {}, torch.randn(24, 8).half(),
+        torch.randn(classes, 8).half() / 3,
+    )  # fmt: skip
+    check(chunked(loss, chunk_size=10), case, upstream=1024.0 if rows is None else 65536.0)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
