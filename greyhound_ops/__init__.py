@@ -18,9 +18,12 @@ from greyhound_ops.functional import (
     chunked_linear_dpo,
     chunked_linear_grpo,
     chunked_linear_kto,
+    chunked_linear_log_probs,
     chunked_linear_loss,
     chunked_linear_orpo,
     chunked_linear_simpo,
+    cross_entropy,
+    selective_log_softmax,
 )
 from greyhound_ops.modules import (
     ChunkedLinearCPOLoss,
@@ -30,9 +33,11 @@ from greyhound_ops.modules import (
     ChunkedLinearGRPOLoss,
     ChunkedLinearJSDLoss,
     ChunkedLinearKTOLoss,
+    ChunkedLinearLogProbs,
     ChunkedLinearLoss,
     ChunkedLinearORPOLoss,
     ChunkedLinearSimPOLoss,
+    LogitsCrossEntropyLoss,
 )
 
 try:
@@ -48,9 +53,11 @@ __all__ = [
     "ChunkedLinearGRPOLoss",
     "ChunkedLinearJSDLoss",
     "ChunkedLinearKTOLoss",
+    "ChunkedLinearLogProbs",
     "ChunkedLinearLoss",
     "ChunkedLinearORPOLoss",
     "ChunkedLinearSimPOLoss",
+    "LogitsCrossEntropyLoss",
     "__version__",
     "autograd_loss_and_logits_grad",
     "chunked_linear_cpo",
@@ -59,11 +66,14 @@ __all__ = [
     "chunked_linear_dpo",
     "chunked_linear_grpo",
     "chunked_linear_kto",
+    "chunked_linear_log_probs",
     "chunked_linear_loss",
     "chunked_linear_orpo",
     "chunked_linear_simpo",
     "config",
+    "cross_entropy",
     "errors",
     "functional",
     "modules",
+    "selective_log_softmax",
 ]

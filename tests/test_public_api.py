@@ -87,9 +87,11 @@ def test_names() -> None:
         "ChunkedLinearGRPOLoss",
         "ChunkedLinearJSDLoss",
         "ChunkedLinearKTOLoss",
+        "ChunkedLinearLogProbs",
         "ChunkedLinearLoss",
         "ChunkedLinearORPOLoss",
         "ChunkedLinearSimPOLoss",
+        "LogitsCrossEntropyLoss",
         "__version__",
         "autograd_loss_and_logits_grad",
         "chunked_linear_cpo",
@@ -98,13 +100,16 @@ def test_names() -> None:
         "chunked_linear_dpo",
         "chunked_linear_grpo",
         "chunked_linear_kto",
+        "chunked_linear_log_probs",
         "chunked_linear_loss",
         "chunked_linear_orpo",
         "chunked_linear_simpo",
         "config",
+        "cross_entropy",
         "errors",
         "functional",
         "modules",
+        "selective_log_softmax",
     ]
     assert all(hasattr(greyhound_ops, name) for name in greyhound_ops.__all__)
     assert functional.__all__ == FUNCTIONAL

@@ -117,10 +117,11 @@ def chunked_linear_log_probs(
 
     Note:
         Memory above the inputs: two or three numbers per row from forward to backward, one chunk of
-        logits (at most 128 MiB on CUDA in the forward; in the backward 512 MiB when ``weight``
-        needs a gradient, 160 MiB otherwise) and the gradients themselves. A tensor that needs no
-        gradient costs no buffer and no product. The backward projects once more. No host
-        synchronisation; capturable in a CUDA graph; deterministic for a given GPU and shape.
+        logits (at most 512 MiB on CUDA when ``weight`` needs a gradient, or as much as its fp32
+        accumulator's final cast takes; 160 MiB when only others do; 128 MiB without gradients) and
+        the gradients themselves. A tensor that needs no gradient costs no buffer and no product.
+        The backward projects once more. No host synchronisation; capturable in a CUDA graph;
+        deterministic for a given GPU and shape.
     """
     # What the op's schema would refuse in its own words, or read requires_grad of, before the op.
     validation.check_projection(input, weight, bias)

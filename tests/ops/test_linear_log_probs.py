@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,186 +22,26 @@ from greyhound_ops.errors import (
 from greyhound_ops.functional import LogProbs, chunked_linear_log_probs
 from greyhound_ops.modules import ChunkedLinearLogProbs
 from greyhound_ops.testing import assert_within_budget, peak_memory
-from samples import DTYPES, LAYOUTS, SLACK, dtype_id, interpreter_slack
+from log_prob_samples import (
+    CASES,
+    EVERYTHING,
+    OPERANDS,
+    OUTPUTS,
+    Sample,
+    assert_equal,
+    check,
+    make_sample,
+    make_upstreams,
+    run,
+)
+from samples import DTYPES, LAYOUTS, SLACK, dtype_id
 
-OPERANDS = ("input", "weight", "bias", "temperature")
-OUTPUTS = ("log_probs", "entropy", "lse")  # those that can be differentiated
-EVERYTHING = {"return_entropy": True, "return_lse": True, "return_argmax": True}
 SUBSETS = [subset for size in range(5) for subset in itertools.combinations(OPERANDS, size)]
+
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Tensors of a call; they keep the strides they are made with."""
-
-    input: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-    temperature: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        changed = {
-            name: function(value)
-            for name, value in vars(self).items()
-            if value is not None and name != "target"
-        }
-        return dataclasses.replace(self, **changed)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(name for name in OPERANDS if getattr(self, name) is not None)
-
-
-def make_sample(
-    rows: int | tuple[int, ...] = 13,
-    hidden: int = 8,
-    classes: int = 11,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    bias: bool = True,
-    temperature: bool = True,
-    ignore_index: int = -100,
-) -> Sample:
-    """Random arguments; about a quarter of the rows, but never the first, has no target."""
-    shape = (rows,) if isinstance(rows, int) else rows
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    drop = torch.rand(shape, device=device) < 0.25
-    if drop.numel():
-        drop.view(-1)[0] = False
-    return Sample(
-        torch.randn(*shape, hidden, **options),
-        torch.randn(classes, hidden, **options),
-        torch.randint(0, classes, shape, device=device).masked_fill(drop, ignore_index),
-        torch.randn(classes, **options) if bias else None,
-        torch.rand(shape, **options) + 0.5 if temperature else None,
-    )
-
-
-def make_upstreams(like: Tensor, names: Collection[str] = OUTPUTS) -> dict[str, Tensor | None]:
-    """Random gradients of the outputs, exact in every dtype; None for those not named."""
-    return {
-        name: torch.randn(like.shape, device=like.device).bfloat16().float()
-        if name in names
-        else None
-        for name in OUTPUTS
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    outputs: LogProbs
-    grads: dict[str, Tensor | None]
-
-
-def run(
-    function: Callable[..., Any],
-    sample: Sample,
-    upstreams: dict[str, Tensor | None],
-    *,
-    frozen: Collection[str] = (),
-    **options: Any,
-) -> Result:
-    """Outputs and gradients."""
-    leaves: dict[str, Tensor] = {}
-    for name in sample.operands:
-        value = getattr(sample, name).detach()
-        leaves[name] = value if name in frozen else value.requires_grad_()
-    options = dict(options)
-    if "temperature" in leaves:
-        options["temperature"] = leaves["temperature"]
-    outputs = function(
-        leaves["input"], leaves["weight"], sample.target, leaves.get("bias"), **options
-    )
-    if not isinstance(outputs, LogProbs):
-        outputs = LogProbs(outputs, None, None, None)
-    pairs = [
-        (getattr(outputs, name), upstream)
-        for name, upstream in upstreams.items()
-        if upstream is not None and getattr(outputs, name).requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward(
-            [output for output, _ in pairs],
-            # No cast where the dtype already fits: strides are part of what is tested.
-            [upstream.to(output.dtype) for output, upstream in pairs],
-        )
-    detached = (None if each is None else each.detach() for each in outputs)
-    return Result(LogProbs(*detached), {name: leaf.grad for name, leaf in leaves.items()})
-
-
-def check(
-    sample: Sample,
-    upstreams: dict[str, Tensor | None] | None = None,
-    *,
-    frozen: Collection[str] = (),
-    slack: float | None = None,
-    only_ours: dict[str, Any] | None = None,
-    function: Callable[..., Any] = chunked_linear_log_probs,
-    **options: Any,
-) -> Result:
-    """Compare outputs and gradients with fp64, as close as plain torch comes at this dtype."""
-    dtype = sample.input.dtype
-    slack = SLACK[dtype] if slack is None else slack
-    if upstreams is None:
-        upstreams = make_upstreams(sample.target)
-    common = {"frozen": frozen, **options}
-    ours = run(function, sample, upstreams, **common, **(EVERYTHING | (only_ours or {})))
-    plain = run(reference.linear_log_probs, sample, upstreams, **common)
-    truth = run(reference.linear_log_probs, sample.map(Tensor.double), upstreams, **common)
-    for name in OUTPUTS:
-        value = getattr(ours.outputs, name)
-        if value is None:
-            continue
-        assert value.dtype == torch.promote_types(dtype, torch.float32)
-        assert_within_budget(
-            name, value, getattr(plain.outputs, name), getattr(truth.outputs, name),
-            slack=max(slack, 1e-6) if dtype != torch.float64 else slack,
-        )  # fmt: skip
-    if dtype in (torch.float32, torch.float64) and ours.outputs.argmax is not None:
-        assert torch.equal(ours.outputs.argmax, truth.outputs.argmax)
-    for name in sample.operands:
-        value, expected = ours.grads[name], truth.grads[name]
-        if name in frozen:
-            assert value is None, f"{name} got a gradient that nobody asked for"
-            continue
-        if expected is None:
-            assert value is None
-            continue
-        assert value is not None, f"{name} got no gradient"
-        assert value.dtype == dtype
-        assert_within_budget(f"grad_{name}", value, plain.grads[name], expected, slack=slack)
-    return ours
-
-
-def assert_equal(first: Result, second: Result, **tolerances: float) -> None:
-    """Compare two results, bitwise unless tolerances are given; NaN equals NaN."""
-    tolerances = {"equal_nan": True, **(tolerances or {"rtol": 0.0, "atol": 0.0})}
-    for one, other in zip(first.outputs, second.outputs, strict=True):
-        if one is not None and other is not None:
-            torch.testing.assert_close(one, other, **tolerances)
-    for name, grad in first.grads.items():
-        other = second.grads[name]
-        assert (grad is None) == (other is None), name
-        if grad is not None:
-            torch.testing.assert_close(grad, other, **tolerances)
-
-
-# What a sample needs, and the options, by the name of the case.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"bias": False, "temperature": False}, {}),
-    "bias": ({"temperature": False}, {}),
-    "temperature": ({"temperature": False}, {"temperature": 0.7}),
-    "row-temperature": ({"bias": False}, {}),
-    "scale": ({"temperature": False}, {"logit_scale": 0.25}),
-    "negative-scale": ({}, {"logit_scale": -0.5}),
-    "softcap": ({"temperature": False}, {"softcap": 2.0}),
-    "capped-temperature": ({"temperature": False}, {"softcap": 2.0, "temperature": 1.5}),
-    "all": ({}, {"softcap": 3.0, "logit_scale": 0.5}),
-}
 by_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -213,22 +53,6 @@ by_case = pytest.mark.parametrize("case", CASES)
 def test_options(case: str, dtype: torch.dtype, device: torch.device) -> None:
     wanted, options = CASES[case]
     check(make_sample(dtype=dtype, device=device, **wanted), only_ours={"chunk_size": 5}, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
-@by_case
-def test_kernels(case: str, dtype: torch.dtype) -> None:
-    pytest.importorskip("triton", reason="needs triton")
-    wanted, options = CASES[case]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sample = make_sample(classes=300, dtype=dtype, device=device, **wanted)
-    with config.override(kernels="triton"):
-        check(
-            sample,
-            slack=SLACK[dtype] + interpreter_slack(dtype),
-            only_ours={"chunk_size": 5},
-            **options,
-        )
 
 
 @pytest.mark.parametrize("names", [(), *itertools.combinations(OUTPUTS, 1), ("entropy", "lse")])
@@ -278,23 +102,6 @@ def test_frozen(frozen: tuple[str, ...], device: torch.device) -> None:
     check(make_sample(device=device), frozen=frozen, only_ours={"chunk_size": 4})
 
 
-@pytest.mark.parametrize("layout", ["strided", "column", "expanded", "zero"])
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
-def test_upstream_layouts(layout: str, triton: bool) -> None:
-    made = {
-        "strided": lambda: torch.randn(26)[::2],
-        "column": lambda: torch.randn(13, 2)[:, 1],
-        "expanded": lambda: torch.tensor(0.7).expand(13),
-        "zero": lambda: torch.zeros(13),
-    }[layout]
-    if triton:
-        pytest.importorskip("triton", reason="needs triton")
-        if torch.cuda.is_available():
-            pytest.skip("needs Triton's interpreter; kernels of a GPU take no CPU tensors")
-    with config.override(kernels="triton" if triton else "torch"):
-        check(make_sample(), {name: made() for name in OUTPUTS}, only_ours={"chunk_size": 5})
-
-
 def test_upstream_that_autograd_makes(device: torch.device) -> None:
     # A policy's loss: ratio, mask, slice, entropy bonus (issues B01, B04, B09).
     sample = make_sample(16, dtype=torch.float64, device=device)
@@ -341,34 +148,6 @@ def test_ignore_index(ignore_index: int, device: torch.device) -> None:
     assert ignored.any()
     assert not result.outputs.log_probs[ignored].any()
     assert (result.outputs.entropy[ignored] > 0).all()  # does not depend on the target
-
-
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
-def test_rows_without_target_may_hold_anything(triton: bool) -> None:
-    if triton:
-        pytest.importorskip("triton", reason="needs triton")
-    device = "cuda" if triton and torch.cuda.is_available() else "cpu"
-    sample = make_sample(device=device)
-    ignored = sample.target == -100
-    bad = torch.tensor([torch.nan, torch.inf], device=device).repeat(7)[:13]
-    poisoned = dataclasses.replace(
-        sample,
-        input=torch.where(ignored.unsqueeze(1), bad.unsqueeze(1), sample.input),
-        temperature=torch.where(ignored, 0.0, sample.temperature),
-    )
-    upstreams = make_upstreams(sample.target, ["log_probs"])
-    with config.override(kernels="triton" if triton else "torch"):
-        ours = run(chunked_linear_log_probs, poisoned, upstreams, chunk_size=5)
-        clean = run(chunked_linear_log_probs, sample, upstreams, chunk_size=5)
-    assert_equal(
-        Result(ours.outputs, {**ours.grads, "weight": None}),
-        Result(clean.outputs, {**clean.grads, "weight": None}),
-    )
-    assert not ours.outputs.log_probs[ignored].any()
-    assert not ours.grads["input"][ignored].any()
-    assert not ours.grads["temperature"][ignored].any()
-    # The products with an input of NaN are torch's own: 0 * NaN.
-    assert torch.isnan(ours.grads["weight"]).any()
 
 
 def test_int32_targets(device: torch.device) -> None:
@@ -430,93 +209,33 @@ def test_permuted_leading_dimensions(device: torch.device) -> None:
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------- limits
+@pytest.mark.parametrize(
+    "needs", [("weight",), ("input",), ("bias",), ("input", "weight")], ids="+".join
+)
+@pytest.mark.parametrize("accum", ["fp32", "weight"])
+def test_both_passes_project_the_same_chunks(
+    accum: str, needs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from greyhound_ops import chunking
+    from greyhound_ops.ops import linear_log_probs
 
+    budget = chunking.Budget(40 * 64, 20 * 64, 10 * 64)
+    monkeypatch.setattr(chunking, "CPU_BUDGET", budget)
+    seen: list[int] = []
 
-def _each_path(function: Callable[[str], None]) -> None:
-    """Run a check by PyTorch and, where Triton is there, by its kernels."""
-    with config.override(kernels="torch"):
-        function("cpu")
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return
-    with config.override(kernels="triton"):
-        function("cuda" if torch.cuda.is_available() else "cpu")
+    class Watched(linear_log_probs.ChunkLoop):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            seen.append(self.rows)
 
-
-@pytest.mark.parametrize("where", ["some", "target", "all-but-one"])
-def test_masked_classes(where: str) -> None:
-    # A vocabulary masked through the bias: 0 * log 0 is 0, in the gradient too (issue B71).
-    def body(device: str) -> None:
-        sample = make_sample(classes=300, device=device)
-        bias = sample.bias.clone()
-        if where == "some":
-            bias[::3] = -torch.inf
-            target = sample.target // 3 * 3 + 1
-        elif where == "target":
-            bias[sample.target[0]] = -torch.inf
-            target = sample.target
-        else:
-            bias[torch.arange(300, device=device) != 7] = -torch.inf
-            target = torch.full_like(sample.target, 7)
-        sample = dataclasses.replace(sample, bias=bias, target=target.where(target >= 0, -100))
-        upstreams = make_upstreams(sample.target)
-        ours = run(chunked_linear_log_probs, sample, upstreams, frozen=["bias"], **EVERYTHING)
-        truth = run(reference.linear_log_probs, sample, upstreams, frozen=["bias"])
-        if where != "target":
-            assert all(value.isfinite().all() for value in ours.outputs)
-            assert all(grad is None or grad.isfinite().all() for grad in ours.grads.values())
-        for name in OUTPUTS:
-            torch.testing.assert_close(
-                getattr(ours.outputs, name), getattr(truth.outputs, name), rtol=1e-4, atol=1e-4
-            )
-        for name in ("input", "weight"):
-            torch.testing.assert_close(ours.grads[name], truth.grads[name], rtol=1e-4, atol=1e-4)
-
-    _each_path(body)
-
-
-@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
-@pytest.mark.parametrize("which", ["one", "all"])
-def test_logits_that_are_not_finite(which: str, value: float) -> None:
-    def body(device: str) -> None:
-        sample = make_sample(classes=300, device=device, temperature=False)
-        bias = sample.bias.clone()
-        bias[200 if which == "one" else slice(None)] = value
-        sample = dataclasses.replace(sample, bias=bias, target=sample.target % 200)
-        upstreams = make_upstreams(sample.target, ["log_probs"])
-        ours = run(chunked_linear_log_probs, sample, upstreams, **EVERYTHING)
-        truth = run(reference.linear_log_probs, sample, upstreams)
-        for one, other in zip(ours.outputs, truth.outputs, strict=True):
-            torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-4)
-        assert torch.equal(ours.grads["input"].isnan(), truth.grads["input"].isnan())
-
-    _each_path(body)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-def test_bounds(dtype: torch.dtype) -> None:
-    # Issue B69: log-probabilities above 0, entropies outside [0, log V].
-    def body(device: str) -> None:
-        sample = make_sample(40, 16, 300, dtype=dtype, device=device, bias=False, temperature=False)
-        for factor in (0.0, 1e-3, 1.0, 30.0, 1e4):
-            logits = (factor * sample.input) @ sample.weight.t()
-            target = logits.argmax(-1)
-            outputs = chunked_linear_log_probs(
-                factor * sample.input, sample.weight, target, **EVERYTHING
-            )
-            assert (outputs.log_probs <= 0.0).all()
-            assert not outputs.log_probs.signbit().logical_and(outputs.log_probs == 0).any()
-            assert (outputs.entropy >= 0.0).all()
-            assert (outputs.entropy <= math.log(300) + 1e-6).all()
-        certain = chunked_linear_log_probs(
-            1e4 * sample.input, sample.weight, outputs.argmax, **EVERYTHING
-        )
-        assert (certain.log_probs == 0.0).all()
-        assert (certain.entropy == 0.0).all()
-
-    _each_path(body)
+    monkeypatch.setattr(linear_log_probs, "ChunkLoop", Watched)
+    sample = make_sample(200, 8, 16, dtype=torch.bfloat16)
+    run(
+        chunked_linear_log_probs, sample, make_upstreams(sample.target, ["log_probs"]),
+        frozen=set(OPERANDS) - set(needs), grad_weight_accum_dtype=accum,
+    )  # fmt: skip
+    forward, backward = seen
+    assert forward == backward < 200
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
@@ -525,25 +244,6 @@ def test_large_offset(offset: float, device: torch.device) -> None:
     sample = make_sample(device=device)
     shifted = dataclasses.replace(sample, bias=torch.full_like(sample.bias, offset))
     check(shifted, make_upstreams(sample.target, ["log_probs", "entropy"]))
-
-
-def test_argmax_takes_the_first_of_equals() -> None:
-    def body(device: str) -> None:
-        sample = make_sample(4, 2, 9000, device=device, bias=True, temperature=False)
-        bias = torch.zeros_like(sample.bias)
-        bias[[17, 400, 8999]] = 3.0
-        zero = torch.zeros_like(sample.input)
-        outputs = chunked_linear_log_probs(
-            zero, sample.weight, sample.target, bias, return_argmax=True
-        )
-        assert outputs.argmax.tolist() == [17] * 4
-        bias[[500, 600]] = torch.nan
-        outputs = chunked_linear_log_probs(
-            zero, sample.weight, sample.target, bias, return_argmax=True
-        )
-        assert outputs.argmax.tolist() == [500] * 4
-
-    _each_path(body)
 
 
 @pytest.mark.parametrize("value", [11, -1, 2**31 - 1])
@@ -807,6 +507,7 @@ def test_deterministic(device: torch.device) -> None:
 
 # -------------------------------------------------------------------------------- bad arguments
 
+
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flat weight": ({"weight": torch.randn(88)}, ValueError, "weight: expected shape"),
     "hidden": ({"input": torch.randn(13, 7)}, ValueError, "input: expected last dimension"),
@@ -871,7 +572,10 @@ def test_statistics_of_another_call_are_refused() -> None:
 
 # ------------------------------------------------------------------------------ the op, compiled
 
+
 OPS = torch.ops.greyhound
+
+
 OP_SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"bias": False, "temperature": False}, {}),
     "all": ({}, {"softcap": 3.0, "logit_scale": 0.5, **EVERYTHING}),
@@ -1019,6 +723,7 @@ def test_flops(in_backward: bool) -> None:
 
 # --------------------------------------------------------------------------------------- memory
 
+
 ROWS, HIDDEN, CLASSES, CHUNK = 512, 64, 2000, 16
 
 
@@ -1058,36 +763,6 @@ def test_plain_torch_would_need_more(device: torch.device) -> None:
     with peak_memory(device) as peak:
         run(reference.linear_log_probs, sample, make_upstreams(sample.target))
     assert peak.bytes > 2 * ROWS * CLASSES * 4
-
-
-# --------------------------------------------------------- nothing to differentiate, bf16, Hopper
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 4.0}], ids=str)
-@pytest.mark.parametrize("lse", [False, True], ids=["alone", "lse"])
-def test_forward_that_stores_no_logits(lse: bool, options: dict[str, Any]) -> None:
-    exponentials = pytest.importorskip("greyhound_ops.kernels.exponentials", reason="needs triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sample = make_sample(130, 64, 300, dtype=torch.bfloat16, device=device, temperature=False)
-    if not exponentials.supported(sample.input, sample.weight, interpreted=device == "cpu"):
-        pytest.skip("needs Hopper's tensor memory accelerator, or Triton's interpreter")
-    upstreams = make_upstreams(sample.target, [])
-    with config.override(kernels="triton"):
-        ours = run(
-            chunked_linear_log_probs, sample, upstreams, frozen=OPERANDS, return_lse=lse, **options
-        ).outputs
-    plain = run(reference.linear_log_probs, sample, upstreams, **options).outputs
-    truth = run(reference.linear_log_probs, sample.map(Tensor.double), upstreams, **options).outputs
-    assert ours.log_probs.dtype == torch.float32
-    assert (ours.log_probs <= 0.0).all()
-    assert not ours.log_probs[sample.target == -100].any()
-    assert not ours.log_probs.signbit()[sample.target == -100].any()
-    names = ("log_probs", "lse") if lse else ("log_probs",)
-    for name in names:
-        value, expected = getattr(ours, name), getattr(truth, name)
-        assert_within_budget(name, value, getattr(plain, name), expected, slack=1e-6)
-        # Logits that are never rounded to bf16: closer than plain torch can come.
-        assert (value - expected).abs().max() < (getattr(plain, name) - expected).abs().max() / 4
 
 
 # ------------------------------------------------------------------------------------- module

@@ -21,146 +21,11 @@ from greyhound_ops.errors import (
 )
 from greyhound_ops.functional import cross_entropy, selective_log_softmax
 from greyhound_ops.modules import LogitsCrossEntropyLoss
-from greyhound_ops.testing import assert_within_budget, peak_memory
-from samples import DTYPES, LAYOUTS, REDUCTIONS, SLACK, dtype_id, interpreter_slack
+from greyhound_ops.testing import peak_memory
+from logits_samples import VIEWS, check, class_weights, make_logits, run
+from samples import REDUCTIONS, dtype_id
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
-by_path = pytest.mark.parametrize("path", ["torch", "triton"])
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-2},
-    "class-weight": {"class_weight": True},
-    "negative-scale": {"logit_scale": -0.5},
-    "softcap": {"softcap": 2.0},
-    "all": {
-        "class_weight": True, "label_smoothing": 0.2, "z_loss": 1e-2, "logit_scale": 0.5,
-        "softcap": 3.0,
-    },
-}  # fmt: skip
-
-
-def device_of(path: str) -> str:
-    """Where a path's kernels run: on a GPU if there is one, else in Triton's interpreter."""
-    if path == "triton":
-        pytest.importorskip("triton", reason="needs triton")
-    return "cuda" if path == "triton" and torch.cuda.is_available() else "cpu"
-
-
-def make_logits(
-    shape: tuple[int, ...] = (13,),
-    classes: int = 11,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """Random logits and targets; about a quarter of the rows, but never the first, is ignored."""
-    logits = torch.randn(*shape, classes, dtype=dtype, device=device)
-    drop = torch.rand(shape, device=device) < 0.25
-    if drop.numel():
-        drop.view(-1)[0] = False
-    target = torch.randint(0, classes, shape, device=device).masked_fill(drop, ignore_index)
-    return logits, target
-
-
-def class_weights(classes: int, device: torch.device | str) -> Tensor:
-    return torch.linspace(0.25, 1.5, classes, device=device)
-
-
-def run(
-    function: Callable[..., Tensor],
-    logits: Tensor,
-    target: Tensor,
-    upstream: Tensor | float = 1.0,
-    *,
-    view: Callable[[Tensor], Tensor] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """A result and the gradient of the logits, which a view may lead to."""
-    leaf = logits.detach().requires_grad_()
-    viewed = leaf if view is None else view(leaf)
-    if options.get("class_weight") is True:
-        options["class_weight"] = class_weights(viewed.shape[-1], viewed.device)
-    result = function(viewed, target, **options)
-    if not isinstance(upstream, Tensor):
-        upstream = torch.full_like(result, upstream)
-    result.backward(upstream.to(result.dtype))
-    assert leaf.grad is not None
-    return result.detach(), leaf.grad
-
-
-def check(
-    name: str,
-    logits: Tensor,
-    target: Tensor,
-    upstream: Tensor | float = -1.7,
-    *,
-    view: Callable[[Tensor], Tensor] | None = None,
-    slack: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compare with fp64, as close as plain torch comes at this dtype."""
-    dtype = logits.dtype
-    slack = SLACK[dtype] if slack is None else slack
-    function = {"cross_entropy": cross_entropy, "log_softmax": selective_log_softmax}[name]
-    plainly = {
-        "cross_entropy": reference.cross_entropy,
-        "log_softmax": reference.selective_log_softmax,
-    }[name]
-    exact = torch.promote_types(dtype, torch.float32)
-    only_ours = {"dtype": exact} if name == "log_softmax" else {}
-    ours = run(function, logits, target, upstream, view=view, **options, **only_ours)
-    plain = run(plainly, logits, target, upstream, view=view, **options)
-    temperature = options.get("temperature")
-    if isinstance(temperature, Tensor):
-        options["temperature"] = temperature.double()
-    truth = run(plainly, logits.double(), target, upstream, view=view, **options)
-    assert ours[0].dtype == exact
-    assert ours[1].dtype == dtype
-    loss_slack = slack if dtype == torch.float64 else 1e-6
-    assert_within_budget("result", ours[0], plain[0], truth[0], slack=loss_slack)
-    assert_within_budget("grad_logits", ours[1], plain[1], truth[1], slack=slack)
-    return ours
-
-
-# ---------------------------------------------------------------------------- values, gradients
-
-
-@by_dtype
-@by_reduction
-@by_path
-@pytest.mark.parametrize("case", OPTIONS)
-def test_cross_entropy(case: str, path: str, reduction: str, dtype: torch.dtype) -> None:
-    if path == "triton" and dtype == torch.float64:
-        pytest.skip("needs a dtype of Triton's: its scalar options are float32")
-    logits, target = make_logits(classes=300, dtype=dtype, device=device_of(path))
-    slack = SLACK[dtype] + (interpreter_slack(dtype) if path == "triton" else 0.0)
-    upstream = torch.randn(13, device=logits.device) if reduction == "none" else -1.7
-    with config.override(kernels=path):
-        check(
-            "cross_entropy", logits, target, upstream, slack=slack, reduction=reduction,
-            **OPTIONS[case],
-        )  # fmt: skip
-
-
-@by_dtype
-@by_path
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "per row"], ids=str)
-def test_selective_log_softmax(temperature: Any, path: str, dtype: torch.dtype) -> None:
-    if path == "triton" and dtype == torch.float64:
-        pytest.skip("needs a dtype of Triton's: its scalar options are float32")
-    logits, target = make_logits(classes=300, dtype=dtype, device=device_of(path))
-    if temperature == "per row":
-        temperature = (torch.rand(13, device=logits.device) + 0.5).to(dtype)
-    slack = SLACK[dtype] + (interpreter_slack(dtype) if path == "triton" else 0.0)
-    with config.override(kernels=path):
-        check(
-            "log_softmax", logits, target, torch.randn(13, device=logits.device), slack=slack,
-            temperature=temperature,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
@@ -176,94 +41,6 @@ def test_dtype_of_log_probs(dtype: torch.dtype, device: torch.device) -> None:
         selective_log_softmax(logits, index, dtype=torch.int32)
 
 
-@by_path
-@pytest.mark.parametrize("shape", ["row", "scalar"])
-def test_gradient_of_the_temperature(shape: str, path: str) -> None:
-    device = device_of(path)
-    logits, index = make_logits((3, 5), device=device)
-    temperature = torch.rand((3, 5) if shape == "row" else (), device=device) + 0.5
-
-    def grads(function: Callable[..., Tensor], frozen: bool, dtype: torch.dtype) -> list[Tensor]:
-        leaf = temperature.to(dtype).requires_grad_()
-        scores = logits.to(dtype).requires_grad_(not frozen)
-        out = function(scores, index, temperature=leaf)
-        return list(torch.autograd.grad(out.square().sum(), [leaf] if frozen else [leaf, scores]))
-
-    with config.override(kernels=path):
-        both = grads(selective_log_softmax, False, torch.float32)
-        alone = grads(selective_log_softmax, True, torch.float32)
-    truth = grads(reference.selective_log_softmax, False, torch.float64)
-    assert torch.equal(alone[0], both[0])
-    for value, expected in zip(both, truth, strict=True):
-        torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------- layouts
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "shifted": lambda logits: logits[:, :-1],
-    "every-second": lambda logits: logits[:, 1::2],
-    "transposed": lambda logits: logits.transpose(0, 1),
-    "permuted": lambda logits: logits[:, :, None].expand(-1, -1, 2, -1).permute(2, 1, 0, 3),
-    "expanded": lambda logits: logits[:1].expand(4, -1, -1),
-    "columns": lambda logits: logits[..., ::2],
-    "classes-first": lambda logits: logits.movedim(-1, 0).contiguous().movedim(0, -1),
-    "padded": lambda logits: logits[..., :-3],
-    "one-row": lambda logits: logits[0, 0],
-    "no-rows": lambda logits: logits[:, :0],
-    "no-batch": lambda logits: logits[:0],
-}
-
-
-@by_path
-@pytest.mark.parametrize("name", ["cross_entropy", "log_softmax"])
-@pytest.mark.parametrize("layout", VIEWS)
-def test_views(layout: str, name: str, path: str) -> None:
-    device = device_of(path)
-    logits = torch.randn(3, 7, 13, device=device)
-    view = VIEWS[layout]
-    shape = view(logits).shape
-    target = torch.randint(0, shape[-1], shape[:-1], device=device)
-    target = target.masked_fill(torch.rand(shape[:-1], device=device) < 0.2, -100)
-    upstream = torch.randn(shape[:-1], device=device)
-    options: dict[str, Any] = {"reduction": "none"} if name == "cross_entropy" else {}
-    with config.override(kernels=path):
-        result, _ = check(name, logits, target, upstream, view=view, **options)
-    assert result.shape == shape[:-1]
-    assert result.is_contiguous()
-
-
-@by_path
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, path: str) -> None:
-    logits, target = make_logits(device=device_of(path))
-    with config.override(kernels=path):
-        check("cross_entropy", LAYOUTS[layout](logits), target)
-
-
-@by_path
-def test_layouts_of_the_vectors(path: str) -> None:
-    device = device_of(path)
-    logits, target = make_logits((3, 5), device=device)
-    upstreams = [
-        torch.randn(3, 10, device=device)[:, ::2],
-        torch.randn(5, 3, device=device).t(),
-        torch.tensor(0.7, device=device).expand(3, 5),
-        torch.randn(3, 1, device=device).expand(3, 5),
-    ]
-    targets = [target.repeat_interleave(2, 1)[:, ::2], target[:1].expand(3, 5), target.int()]
-    with config.override(kernels=path):
-        for upstream in upstreams:
-            check("cross_entropy", logits, target, upstream, reduction="none")
-            check("log_softmax", logits, target, upstream)
-        for each in targets:
-            check("cross_entropy", logits, each)
-            check("log_softmax", logits, each)
-        temperature = (torch.rand(5, 3, device=device) + 0.5).t()
-        check("log_softmax", logits, target, temperature=temperature)
-        check("log_softmax", logits[:, 1:], target[:, 1:], temperature=temperature[:, 1:])
-
-
 def test_chunks_of_a_small_budget() -> None:
     # On the CPU and for strided columns the rows are copied, a chunk at a time.
     logits, target = make_logits((4, 9), dtype=torch.float64)
@@ -274,78 +51,12 @@ def test_chunks_of_a_small_budget() -> None:
             check("log_softmax", logits, these, view=view)
 
 
-# ------------------------------------------------------------------------------------ row values
-
-
-@by_path
-def test_nothing_counts(path: str) -> None:
-    logits, target = make_logits(device=device_of(path))
-    target = torch.full_like(target, -100)
-    with config.override(kernels=path):
-        for reduction in REDUCTIONS:
-            loss, grad = run(cross_entropy, logits, target, reduction=reduction)
-            assert not loss.any()
-            assert not grad.any()
-        log_probs, grad = run(selective_log_softmax, logits, target)
-        assert not log_probs.any()
-        assert not grad.any()
-    empty = torch.zeros(0, 11)
-    assert cross_entropy(empty, torch.zeros(0).long()) == 0.0
-
-
-@by_path
-@pytest.mark.parametrize("name", ["cross_entropy", "log_softmax"])
-def test_ignored_rows_may_hold_anything(name: str, path: str) -> None:
-    logits, target = make_logits(device=device_of(path))
-    bad = torch.tensor([torch.nan, torch.inf], device=logits.device).repeat(7)[:13, None]
-    poisoned = torch.where((target == -100)[:, None], bad, logits)
-    function = cross_entropy if name == "cross_entropy" else selective_log_softmax
-    upstream = 2.0 if name == "cross_entropy" else torch.randn(13, device=logits.device)
-    with config.override(kernels=path):
-        for ours, clean in zip(
-            run(function, poisoned, target, upstream),
-            run(function, logits, target, upstream),
-            strict=True,
-        ):
-            assert torch.equal(ours, clean)
-
-
 @pytest.mark.parametrize("ignore_index", [0, 3, -1, 255, -(2**40)])
 def test_ignore_index(ignore_index: int, device: torch.device) -> None:
     logits, target = make_logits(device=device, ignore_index=ignore_index)
     for name in ("cross_entropy", "log_softmax"):
         _, grad = check(name, logits, target, ignore_index=ignore_index)
         assert not grad[target == ignore_index].any()
-
-
-@by_path
-def test_masked_classes(path: str) -> None:
-    logits, target = make_logits(classes=300, device=device_of(path))
-    logits[:, ::3] = -torch.inf
-    target = torch.where(target < 0, target, target // 3 * 3 + 1)
-    with config.override(kernels=path):
-        for name in ("cross_entropy", "log_softmax"):
-            result, grad = check(name, logits, target)
-            assert result.isfinite().all()
-            assert not grad[:, ::3].any()
-
-
-@by_path
-def test_log_probs_are_never_positive(path: str) -> None:
-    logits, _ = make_logits((40,), 300, device=device_of(path))
-    with config.override(kernels=path):
-        for factor in (0.0, 1.0, 30.0, 1e4, 1e30):
-            out = selective_log_softmax(factor * logits, logits.argmax(-1))
-            assert (out <= 0.0).all()
-
-
-@by_path
-@pytest.mark.parametrize("offset", [1e4, -1e4])
-def test_large_offset(offset: float, path: str) -> None:
-    logits, target = make_logits(device=device_of(path))
-    with config.override(kernels=path):
-        check("cross_entropy", logits + offset, target)
-        check("log_softmax", logits + offset, target, temperature=0.7)
 
 
 @pytest.mark.parametrize("value", [11, -1, 2**31 - 1])
@@ -554,6 +265,7 @@ def test_peak_memory(view: str | None, name: str, device: torch.device) -> None:
 
 # ------------------------------------------------------------------------------------- compiled
 
+
 OPS = torch.ops.greyhound
 
 
@@ -643,6 +355,7 @@ def test_one_compile_serves_every_row_count() -> None:
 
 
 # -------------------------------------------------------------------------------- bad arguments
+
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no tensor": ({"logits": [1.0]}, TypeError, "logits: expected a tensor"),
