@@ -766,6 +766,13 @@ def test_errors_of_shapes() -> None:
             batch.input, batch.weight, batch.target, WANTED,
             reference_free=True, kl=torch.zeros(2),
         )  # fmt: skip
+    with pytest.raises(ValueError, match="kl_target: expected None without kl_input"):
+        functional.chunked_linear_kto(
+            batch.input, batch.weight, batch.target, WANTED,
+            reference_free=True, kl_target=batch.target,
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="average_log_prob: expected a bool, got 'mean'"):
+        functional.cpo_loss(LOG_PROBS, MASK, average_log_prob="mean")
     with pytest.raises(ValueError, match="kl_target: expected the classes"):
         functional.chunked_linear_kto(
             batch.input, batch.weight, batch.target, WANTED,

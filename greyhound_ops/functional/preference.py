@@ -124,6 +124,8 @@ class _Batch(NamedTuple):
 
 
 def _batch(log_probs: Tensor, mask: Tensor, average: bool, *, paired: bool = True) -> _Batch:
+    if not isinstance(average, bool):
+        raise TypeError(f"average_log_prob: expected a bool, got {average!r}")
     sequences.check_log_probs(log_probs)
     if paired:
         sequences.check_pairs("log_probs", log_probs)
@@ -976,7 +978,16 @@ def chunked_linear_kto(
         ignore_index, logit_scale, softcap, chunk_size, grad_weight_accum_dtype
     )
     sequences.check_batch(input, target)
-    if kl_input is not None:
+    if kl_input is None:
+        stray = {
+            "kl_target": kl_target,
+            "kl_ref_log_probs": kl_ref_log_probs,
+            "kl_ref_input": kl_ref_input,
+        }
+        for name, value in stray.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None without kl_input, got a tensor")
+    else:
         if kl is not None:
             raise ValueError("kl: expected None, since kl_input is given, got a tensor")
         if kl_target is None:
