@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 KernelChoice = Literal["auto", "triton", "torch"]
+BodyChoice = Literal["auto", "compiled", "eager"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +27,15 @@ class Settings:
             ``"torch"`` force one. ``"triton"`` on CPU tensors needs ``TRITON_INTERPRET=1``.
         chunk_budget_bytes: Cap in bytes on the logits buffer of one chunk, ``None`` for the
             measured default of `greyhound_ops.chunking`.
+        region_body: How the values of a rewritten region are computed from a chunk of logits:
+            ``"auto"`` compiles them with Inductor for CUDA tensors and runs them operator by
+            operator elsewhere; ``"compiled"`` and ``"eager"`` force one.
     """
 
     checks: bool = False
     kernels: KernelChoice = "auto"
     chunk_budget_bytes: int | None = None
+    region_body: BodyChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "triton", "torch"):
@@ -38,6 +43,10 @@ class Settings:
         if self.chunk_budget_bytes is not None and self.chunk_budget_bytes <= 0:
             raise ValueError(
                 f"chunk_budget_bytes: expected a positive number, got {self.chunk_budget_bytes}"
+            )
+        if self.region_body not in ("auto", "compiled", "eager"):
+            raise ValueError(
+                f"region_body: expected 'auto', 'compiled' or 'eager', got {self.region_body!r}"
             )
 
 
@@ -86,6 +95,7 @@ def _from_environment() -> Settings:
         checks=env_bool("GREYHOUND_CHECKS", False),
         kernels=os.environ.get("GREYHOUND_KERNELS", "auto"),  # type: ignore[arg-type]
         chunk_budget_bytes=env_bytes("GREYHOUND_CHUNK_BYTES"),
+        region_body=os.environ.get("GREYHOUND_REGION_BODY", "auto"),  # type: ignore[arg-type]
     )
 
 

@@ -70,14 +70,19 @@ def test_bad_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, "Settings(checks=False, kernels='auto', chunk_budget_bytes=None)"),
+        (
+            {},
+            "Settings(checks=False, kernels='auto', chunk_budget_bytes=None, region_body='auto')",
+        ),
         (
             {
                 "GREYHOUND_CHECKS": "1",
                 "GREYHOUND_KERNELS": "torch",
                 "GREYHOUND_CHUNK_BYTES": "64MiB",
+                "GREYHOUND_REGION_BODY": "eager",
             },
-            "Settings(checks=True, kernels='torch', chunk_budget_bytes=67108864)",
+            "Settings(checks=True, kernels='torch', chunk_budget_bytes=67108864, "
+            "region_body='eager')",
         ),
     ],
     ids=["defaults", "all"],
@@ -85,7 +90,7 @@ def test_bad_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment_is_read_at_import(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("CHECKS", "KERNELS", "CHUNK_BYTES"):
+    for name in ("CHECKS", "KERNELS", "CHUNK_BYTES", "REGION_BODY"):
         monkeypatch.delenv(f"GREYHOUND_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -94,7 +99,7 @@ def test_environment_is_read_at_import(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("KERNELS", "cuda"), ("CHECKS", "perhaps"), ("CHUNK_BYTES", "-1")],
+    [("KERNELS", "cuda"), ("CHECKS", "perhaps"), ("CHUNK_BYTES", "-1"), ("REGION_BODY", "on")],
 )
 def test_bad_environment_fails_at_import(name: str, value: str) -> None:
     code = f"import os; os.environ['GREYHOUND_{name}'] = {value!r}; import greyhound_ops.config"
@@ -150,6 +155,7 @@ def test_settings_hold_for_every_thread() -> None:
         ({"kernels": "cuda"}, "kernels"),
         ({"chunk_budget_bytes": 0}, "chunk_budget_bytes"),
         ({"chunk_budget_bytes": -1}, "chunk_budget_bytes"),
+        ({"region_body": "on"}, "region_body"),
     ],
     ids=str,
 )

@@ -181,6 +181,8 @@ class ChunkLoop:
         chunk: Memory of the chunk, to be shared with loops that run in turn; None for its own.
         sums: A loop over the same weight and bias, into whose ``grad_weight`` and ``grad_bias``
             this one folds; None for its own.
+        like: A loop over the same weight, whose copy in the dtype of the products is used again;
+            None for ``sums``.
         grad_input: Where ``grad_input`` goes, ``[N, D]``; None for a buffer of its own.
     """
 
@@ -200,6 +202,7 @@ class ChunkLoop:
         budget: chunking.Budget | None = None,
         chunk: ChunkMemory | None = None,
         sums: ChunkLoop | None = None,
+        like: ChunkLoop | None = None,
         grad_input: Tensor | None = None,
     ) -> None:
         self.num_rows = input.shape[0]
@@ -207,7 +210,9 @@ class ChunkLoop:
         self.gain = gain
         self._input_dtype = input.dtype
         self._input = input.to(compute_dtype)
-        self._weight = weight.to(compute_dtype)
+        like = sums if like is None else like
+        copy = weight if like is None else like.operands[1]
+        self._weight = (copy if copy.dtype == compute_dtype else weight).to(compute_dtype)
         if 1 not in self._weight.stride() and self._weight.numel() > 1:
             self._weight = self._weight.contiguous()  # once, not once a chunk inside the product
         self._bias = None if bias is None else bias.to(compute_dtype)

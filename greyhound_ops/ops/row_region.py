@@ -512,17 +512,32 @@ def _absent(coefficient: Tensor) -> bool:
     return coefficient.dim() == 1 and torch_private.static_size(coefficient.shape[0]) == 0
 
 
-def _whole_outputs(region: _Region) -> list[Tensor]:
-    """What the body makes of all rows, where that costs nothing: of fake tensors, or of no rows."""
-    call = region.call
+# Rows that shapes are learned with: no size that occurs elsewhere.
+_PROBE_ROWS = 10007
+
+
+def _whole_outputs(region: _Region, probe_rows: int) -> list[Tensor]:
+    """Outputs of all rows, of the shapes and dtypes that the body gives some rows.
+
+    Args:
+        region: The call.
+        probe_rows: How many. Fake tensors cost nothing, and with a number no operator of the body
+            can put a guard on N; N may then be a symbol without a value.
+    """
+    call, rows = region.call, region.num_rows
     logits = [
-        each.input.new_empty((region.num_rows, each.weight.shape[0]), dtype=each.compute_dtype)
+        each.input.new_empty((probe_rows, each.weight.shape[0]), dtype=each.compute_dtype)
         for each in region.heads
     ]
-    return [
-        each.new_empty(each.shape)
-        for each in _outputs_of(_function(call.body), logits, call.row_args, call.whole_args)
-    ]
+    row_args = [each.new_empty((probe_rows, *each.shape[1:])) for each in call.row_args]
+    outputs = _outputs_of(_function(call.body), logits, row_args, call.whole_args)
+    for index, each in enumerate(outputs):
+        if _PROBE_ROWS in [torch_private.static_size(size) for size in each.shape[1:]]:
+            raise ValueError(
+                "body: expected outputs of a narrow value per row, got rows in a second dimension "
+                f"at {index}"
+            )
+    return [each.new_empty((rows, *each.shape[1:])) for each in outputs]
 
 
 # ----------------------------------------------------------------------------- implementations
@@ -755,7 +770,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tens
                 total += made.total
             del made
         if not loops.spans:
-            outputs = _whole_outputs(region)
+            outputs = _whole_outputs(region, 0)
         grads = loops.finish() if wants else []
         if scale is not None:
             grads.append(scale)
@@ -820,7 +835,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tensor]
     region = _read(call)
     first = call.inputs[0]
     with _own_modes(first.device.type, False):
-        outputs = _whole_outputs(region)
+        outputs = _whole_outputs(region, _PROBE_ROWS)
     weighted = bool(call.coefficients)
     if weighted:
         flags = tuple(not _absent(each) for each in call.coefficients)
@@ -844,13 +859,25 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Tensor))
 
 
+def _folded(call: Any) -> set[str]:
+    """Weights and biases whose gradients are part of another projection's, see ``same_head``."""
+    names = set()
+    bias_at = itertools.count()
+    for index, has_bias in enumerate(call.has_bias):
+        at = next(bias_at) if has_bias else None
+        if call.same_head and call.same_head[index] != index:
+            names |= {f"weights.{index}", f"biases.{at}"}
+    return names
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     call = OP.named(inputs, {})
     outputs, total, grads = output
     required = iter(ctx.needs_input_grad)
     stated: list[bool] = []
     ctx.lengths = {}
-    for name, value in vars(call).items():
+    for name in OP.arguments:
+        value = getattr(call, name)
         if not _is_tensors(value):
             next(required, None)
             continue
@@ -872,6 +899,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.set_materialize_grads(False)
     names = [f"{name}.{index}" for name in _OPERANDS for index in range(len(getattr(call, name)))]
     operands = _operands(call)
+    folded = _folded(call)
+    stated = [each and name not in folded for name, each in zip(names, stated, strict=True)]
     ctx.weighted = bool(call.coefficients)
     if not ctx.weighted:
         ctx.mark_non_differentiable(
@@ -889,10 +918,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     region = _read(call)
     stored: dict[str, Tensor | None] = {}
     ctx.renamed = {}
-    for name, tensor, need, grad in zip(
-        names, operands, stated, grads[: len(names)] or operands, strict=True
-    ):
-        has = bool(grads) and need and grad.shape == tensor.shape
+    for name, need, grad in zip(names, stated, grads[: len(names)] or operands, strict=True):
+        has = bool(grads) and need
         key = name
         if has and name.startswith("weights") and grad.dtype == torch.float16:
             head = region.heads[int(name.split(".")[1])]
