@@ -40,6 +40,17 @@ def is_plain_eager(tensor: torch.Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_recording() -> bool:
+    """Whether a graph is being recorded by something other than Dynamo, such as ``make_fx``."""
+    if torch.jit.is_tracing():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def has_forward_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a forward-mode tangent at the current level."""
     from torch.autograd import forward_ad

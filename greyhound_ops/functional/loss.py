@@ -157,7 +157,7 @@ def chunked_linear_loss(
             "use torch.autograd, or greyhound_ops.reference.linear_loss"
         )
     call = loss_call.eager_call(loss_and_grad_fn, structure)
-    if not torch_private.is_plain_eager(input.detach()):
+    if torch_private.is_recording():
         return _loss(op(*operands, loss_call.keep_for_good(call), *options))
     with loss_call.registered(call) as key:
         return _loss(op(*operands, key, *options))

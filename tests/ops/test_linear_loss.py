@@ -5,13 +5,17 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from greyhound_ops import config, reference
@@ -682,6 +686,56 @@ def test_registry_does_not_grow() -> None:
     gc.collect()
     assert all(each() is None for each in adapters)
     assert (len(loss_call._calls), len(loss_call._kept), len(loss_call._alive)) == before
+
+
+def test_a_recorded_graph_keeps_its_callable() -> None:
+    case = problem("nll", torch.float64)
+
+    def record() -> Any:
+        call = chunked(lambda logits, target: nll(logits, target))
+        return make_fx(call)(case.input, case.weight, *case.args)
+
+    graph = record()
+    gc.collect()
+    truth = plain(nll)(case.input, case.weight, *case.args)
+    torch.testing.assert_close(graph(case.input, case.weight, *case.args), truth)
+    before = len(loss_call._calls)
+    with FakeTensorMode() as mode:
+        chunked(nll)(*(mode.from_tensor(each) for each in (case.input, case.weight, *case.args)))
+    assert len(loss_call._calls) == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint_and_another_loss(reentrant: bool) -> None:
+    # Autograd inside the op, inside a backward; and the op inside a callable.
+    head = torch.randn(5, CLASSES, dtype=torch.float64)
+
+    def nested(logits: Tensor, target: Tensor) -> Tensor:
+        inner = chunked(lambda z: z.square().sum(), chunk_size=2)(logits, head)
+        return nll(logits, target) + inner
+
+    def flat(logits: Tensor, target: Tensor) -> Tensor:
+        return nll(logits, target) + F.linear(logits, head).square().sum()
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(
+            functools.partial(chunked(nested), **kwargs), *args, use_reentrant=reentrant
+        )
+
+    case = problem("nll", torch.float64, bias=False)
+    truth = run(plain(flat), case)
+    for name, value in run(call, case).items():
+        torch.testing.assert_close(value, truth[name])
+
+
+def test_threads() -> None:
+    case = problem("nll", torch.float64)
+    expected = run(plain(nll), case)
+    call = chunked(nll)
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run, call, case) for _ in range(16)]:
+            for name, value in future.result().items():
+                torch.testing.assert_close(value, expected[name])
 
 
 def test_second_derivative_and_forward_mode_are_refused() -> None:
