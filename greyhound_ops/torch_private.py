@@ -42,7 +42,7 @@ def is_plain_eager(tensor: torch.Tensor) -> bool:
 
 def is_recording() -> bool:
     """Whether a graph is being recorded by something other than Dynamo, such as ``make_fx``."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return False

@@ -225,6 +225,10 @@ class LogitsGrad:
             (grad,) = _gradients(loss, [leaf])
         return loss.detach(), torch.zeros_like(logits) if grad is None else grad
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or one from another process, is another callable: it must not keep the token.
+        return LogitsGrad, (self.loss_fn,)
+
     def _checked(self, *args: Any, **kwargs: Any) -> Tensor:
         return _check_loss(self.loss_fn(*args, **kwargs), "loss_fn")
 
@@ -244,6 +248,9 @@ class Direct:
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """What the callable returns."""
         return self.function(logits, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Direct, (self.function,)
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -469,12 +476,13 @@ class LossCall:
         *,
         compiled: bool = False,
     ) -> None:
-        self.function = function
+        # Dynamo names the parameters of a compiled module as those of the module in it.
+        self.function = getattr(function, "_orig_mod", function) if compiled else function
         self.differentiate = differentiate
         self.structure = structure
         self.marks = list(_marks(structure))
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        self._compile = compiled and not torch_private.is_compiled(function)
+        self._compile = compiled and not torch_private.is_compiled(self.function)
 
     def _call(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import pickle
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -340,6 +342,37 @@ def test_parameters_of_a_module_learn() -> None:
     expected, module.scale.grad = module.scale.grad, None
     assert_same(results(compiled(criterion_of(criterion)), given), truth)
     torch.testing.assert_close(module.scale.grad, expected)
+
+
+def test_parameters_and_buffers_of_copies_and_compiled_modules() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+            self.register_buffer("factor", torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+            return self.factor * nll(logits * self.scale, target)
+
+    module = Shifted()
+    criterion = ChunkedLinearLoss(autograd_loss_and_logits_grad(module), chunk_size=5)
+    other = copy.deepcopy(criterion)
+    other.loss_fn.factor.fill_(3.0)
+    pickled = pickle.loads(pickle.dumps(ChunkedLinearLoss(autograd_loss_and_logits_grad(Loss()))))
+    within = torch.compile(module, backend="aot_eager")
+    given = leaves()
+    del given["s"]
+    for call, loss in (
+        (criterion, module),
+        (other, other.loss_fn),
+        (pickled, nll),
+        (ChunkedLinearLoss(autograd_loss_and_logits_grad(within), chunk_size=5), module),
+    ):
+        module.scale.grad = None
+        truth = results(functools.partial(run_plain, loss=loss), given)
+        expected, module.scale.grad = module.scale.grad, None
+        assert_same(results(compiled(criterion_of(call)), given), truth)
+        torch.testing.assert_close(module.scale.grad, expected)
 
 
 def criterion_of(criterion: nn.Module) -> Callable[..., Tensor]:
