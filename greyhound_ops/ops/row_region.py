@@ -315,9 +315,11 @@ def _run_chunk(
     choice = settings().region_body
     if choice == "auto":
         choice = "compiled" if logits[0].is_cuda else "eager"
-    recording = torch_private.autograd_in_op() if any(plan.wants) else torch.no_grad()
-    with recording:
-        if choice == "eager" or (text, plan) in _not_compilable:
+    compiles = choice == "compiled" and (text, plan) not in _not_compilable
+    # Compiled, always: what is excluded here is a matter of who calls, and Dynamo compiles for it.
+    records = compiles or any(plan.wants)
+    with torch_private.autograd_in_op() if records else torch.no_grad():
+        if not compiles:
             return _eager_chunk(_function(text), plan, arguments, upstream, scale)
         heads = tuple((each.shape[1], each.dtype) for each in logits)
         function = _compiled_chunk(text, plan, heads)
@@ -713,15 +715,16 @@ class _Loops:
 
 
 @contextlib.contextmanager
-def _own_modes(device_type: str, wants: bool) -> Iterator[None]:
-    """Neither the caller's autocast nor, where gradients are made, his inference mode.
+def _own_modes(device_type: str) -> Iterator[None]:
+    """Neither the caller's autocast nor his inference mode.
 
-    The body's casts are all in its text.
+    The body's casts are all in its text; and what inference mode makes has no derivative, and would
+    be compiled for by itself.
     """
     with contextlib.ExitStack() as stack:
         if torch.amp.is_autocast_available(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        if wants and torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         yield
@@ -739,7 +742,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tens
     call, device = region.call, region.heads[0].input.device
     weighted = bool(call.coefficients)
     wants = weighted and region.wants
-    with _own_modes(device.type, wants):
+    with _own_modes(device.type):
         if not wants:
             frozen = GradientNeeds(False, False, False)
             heads = [dataclasses.replace(each, needs=frozen) for each in region.heads]
@@ -780,7 +783,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tens
 def _backward_rows(*args: Any, **kwargs: Any) -> list[Tensor]:
     region = _read(_detached(OP_BACKWARD.named(args, kwargs)))
     call = region.call
-    with _own_modes(region.heads[0].input.device.type, region.wants):
+    with _own_modes(region.heads[0].input.device.type):
         upstream = [each.contiguous() for each in call.grad_outputs]
         # No factor for fp16: the upstream brings a GradScaler's own.
         loops = _Loops(region, spare_fp16=False)
@@ -834,7 +837,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tensor]
     call = OP.named(args, kwargs)
     region = _read(call)
     first = call.inputs[0]
-    with _own_modes(first.device.type, False):
+    with _own_modes(first.device.type):
         outputs = _whole_outputs(region, _PROBE_ROWS)
     weighted = bool(call.coefficients)
     if weighted:
