@@ -222,6 +222,12 @@ def test_kto_reference_point_of_a_head_has_no_gradient() -> None:
     head = make_reference(batch)
     operands = leaves(batch)
     kl_input = other.input.requires_grad_()
+    given = torch.tensor(0.3, requires_grad=True)
+    functional.chunked_linear_kto(
+        batch.input, operands.weight, batch.target, WANTED, kl=given, reference_free=True
+    ).loss.backward()
+    assert given.grad is None
+    operands.weight.grad = None
     result = functional.chunked_linear_kto(
         operands.input, operands.weight, batch.target, WANTED, operands.bias,
         kl_input=kl_input, kl_target=other.target, kl_ref_input=head["ref_input"], **head,
@@ -324,6 +330,16 @@ def test_a_pair_with_an_empty_side_counts_nowhere(name: str) -> None:
     torch.testing.assert_close(whole.loss, part.loss)
     torch.testing.assert_close(whole.margin, part.margin)
     torch.testing.assert_close(whole.accuracy, part.accuracy)
+
+
+@pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired"])
+def test_sorting_leaves_out_pairs_that_do_not_count(loss_type: str) -> None:
+    # The first and the last but one of five.
+    chosen = ((0, 0), (1, 4), (2, 5), (0, 2), (3, 4))
+    rejected = ((0, 5), (0, 3), (1, 5), (0, 0), (2, 4))
+    batch = make_batch(rows=10, spans=chosen + rejected)
+    head = make_reference(batch)
+    check(functional.chunked_linear_dpo, reference.linear_dpo, batch, loss_type=loss_type, **head)
 
 
 @by_loss
@@ -498,6 +514,8 @@ def test_dpo_by_hand(loss_type: str, expected: float) -> None:
         LOG_PROBS, MASK, ref_log_probs=REFERENCE, beta=0.5, loss_type=loss_type
     )
     assert result.loss.item() == pytest.approx(expected, rel=1e-12)
+    # Of rewards that are equal neither is the larger one.
+    assert result.accuracy.item() == (loss_type == "ipo")
 
 
 def test_losses_by_hand() -> None:
