@@ -86,10 +86,27 @@ _Body = Callable[[list[Tensor], list[Tensor], list[Tensor]], Any]
 _CAST = re.compile(r"\btorch\.ops\.prims\.convert_element_type(?:\.default)?\(")
 _PRIMITIVE = re.compile(r"\btorch\.ops\.prims\.(\w+)")
 _WITHOUT_DERIVATIVE = ("iota",)  # makes an index: there is nothing to differentiate
+_GATHER = re.compile(r"\btorch\.ops\.aten\.gather(?:\.default)?\(")
+
+
+def _gather(
+    tensor: Tensor, dim: int, index: Tensor, sparse_grad: bool = False, *, out: None = None
+) -> Tensor:
+    """``gather`` for a compiler: one class per row by comparison.
+
+    The derivative of a gather scatters into a ``[C, V]`` of zeros in memory; that of a choice is
+    elementwise and fuses with the rest of the logits gradient. An index out of range, for which an
+    error would have to wait for the device, becomes NaN.
+    """
+    if tensor.dim() != 2 or dim not in (1, -1) or index.shape[1] != 1:
+        return torch.gather(tensor, dim, index)
+    classes = torch.arange(tensor.shape[1], device=tensor.device)
+    chosen = torch.where(classes == index, tensor, 0.0).sum(1, keepdim=True, dtype=tensor.dtype)
+    return torch.where((index >= 0) & (index < tensor.shape[1]), chosen, torch.nan)
 
 
 @functools.cache
-def _function(text: str) -> _Body:
+def _function(text: str, *, compiled: bool = False) -> _Body:
     """The function that a body's source defines; once per process and source."""
     # No builtins: what the source may use is what the rewrite writes.
     names: dict[str, Any] = {
@@ -99,9 +116,12 @@ def _function(text: str) -> _Body:
         "nan": math.nan,
         "__builtins__": {},
     }
-    differentiable = _CAST.sub("torch.ops.aten.to.dtype(", text)
+    source = _CAST.sub("torch.ops.aten.to.dtype(", text)
+    if compiled:
+        source = _GATHER.sub("_gather(", source)
+        names["_gather"] = _gather
     try:
-        code = compile(differentiable, "<greyhound row_region>", "exec")
+        code = compile(source, "<greyhound row_region>", "exec")
         exec(code, names)
     except Exception as error:
         raise ValueError(f"body: expected Python source, got an error: {error}") from error
@@ -297,7 +317,7 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
     """
-    return torch.compile(_traced_chunk(_function(text), plan))
+    return torch.compile(_traced_chunk(_function(text, compiled=True), plan))
 
 
 _not_compilable: set[tuple[str, _Plan]] = set()
