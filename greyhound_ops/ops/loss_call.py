@@ -195,18 +195,22 @@ class LogitsGrad:
     """A loss of logits, differentiated by autograd; made by `autograd_loss_and_logits_grad`.
 
     Attributes:
-        loss_fn: The loss.
         token: Its name in this process; None for one made inside a compiled region.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
-        self.loss_fn = loss_fn
+        self._loss_fn = loss_fn
         self.token: str | None = None
         if not torch.compiler.is_dynamo_compiling():
             functools.update_wrapper(self, loss_fn, updated=())
             self.token = _name_weakly(self)
+
+    @property
+    def loss_fn(self) -> Callable[..., Tensor]:
+        """The loss; fixed, since compiled graphs know it by the token."""
+        return self._loss_fn
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and its gradient with respect to the logits, both detached.

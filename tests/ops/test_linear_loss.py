@@ -887,6 +887,12 @@ def test_module() -> None:
         ChunkedLinearLoss(3)
 
 
+def test_loss_of_an_adapter_is_fixed() -> None:
+    # Compiled graphs know it by the adapter's name.
+    with pytest.raises(AttributeError):
+        autograd_loss_and_logits_grad(nll).loss_fn = focal
+
+
 def test_adapter_by_itself() -> None:
     logits, target = torch.randn(4, 5, requires_grad=True), torch.randint(0, 5, (4,))
     with torch.no_grad():

@@ -19,7 +19,11 @@ ROWS, HIDDEN, CLASSES, CHUNK = 512, 64, 2000, 16
 SLACK_BYTES = 48 * ROWS + 24 * CLASSES
 OPERANDS = ("input", "weight", "bias")
 NEEDS = [subset for size in range(4) for subset in itertools.combinations(OPERANDS, size)]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+# Every subset in float32, where the products have no copies of their own; all of them beside.
+CASES = [(torch.float32, subset) for subset in NEEDS] + [
+    (dtype, subset) for dtype in HALF for subset in ((), ("input",), OPERANDS)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +85,12 @@ def allowed_bytes(tensors: list[Tensor], chunks: float, accum: str) -> int:
     return allowed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda names: "+".join(names) or "nothing")
-def test_direct(needs: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "needs"),
+    CASES,
+    ids=lambda value: dtype_id(value) if isinstance(value, torch.dtype) else "+".join(value),
+)
+def test_direct(dtype: torch.dtype, needs: tuple[str, ...], device: torch.device) -> None:
     tensors = operands(dtype, device, needs)
     # The chunk, its square, and on the CPU its gradient in fp32 and in the dtype of a product.
     chunks = 2.0 if dtype == torch.float32 or device.type == "cuda" else 3.0
