@@ -88,6 +88,34 @@ def stored_bias_dtype(bias_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(bias_dtype, torch.float32)
 
 
+def backward_budget(
+    device_type: str,
+    weight: Tensor,
+    needs: GradientNeeds,
+    compute_dtype: torch.dtype,
+    accum: str,
+) -> chunking.Budget | None:
+    """Caps on a chunk of a forward whose gradients its backward makes: those of the backward.
+
+    A gradient must be made from the very logits that its statistics were made of: one that is
+    rounded otherwise moves the probability of a confident row away from 1 by percents. Products of
+    the same shape round alike. None where there is no gradient to come.
+    """
+    if not needs:
+        return None
+    stored = stored_weight_dtype(weight.dtype, compute_dtype, accum)
+    cast_bytes = 0
+    if needs.weight and stored != accumulator_dtype(weight.dtype, compute_dtype, accum):
+        cast_bytes = weight.numel() * stored.itemsize
+    same = chunking.chunk_budget_bytes(
+        device_type,
+        need_grad_weight=needs.weight,
+        need_grads=True,
+        final_cast_bytes=cast_bytes,
+    )
+    return chunking.Budget(same, same, same)
+
+
 def empty(like: Tensor) -> Tensor:
     """What stands for a gradient that was not asked for."""
     return like.new_empty(0)

@@ -24,6 +24,7 @@ from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     GradientNeeds,
+    backward_budget,
     defers_division,
     empty,
     empty_grad_weight,
@@ -422,6 +423,11 @@ def _forward(
         chunk_size=chunk_size,
         gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
         spare_fp16=True,
+        budget=None
+        if made_now
+        else backward_budget(
+            input.device.type, weight, needs, compute_dtype, grad_weight_accum_dtype
+        ),
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)
@@ -436,7 +442,11 @@ def _forward(
             largest = weights.abs().amax().clamp_min(1.0)
             largest_weight = largest if largest_weight is None else largest_weight * largest
     grad_scale = None if largest_weight is None else largest_weight.reciprocal()
-    exponentials = _exponentials(loop, labels, row_loss, class_weight, divides)
+    exponentials = None
+    if made_now or not needs:
+        # Not where the backward makes the gradients: it reads logits rounded to bf16, and with
+        # statistics of unrounded ones the gradient of a confident row would be off by percents.
+        exponentials = _exponentials(loop, labels, row_loss, class_weight, divides)
     class_weight_sum = None if class_weight is None else class_weight.sum()
     spans = loop.spans()
     if exponentials is not None and not made_now:

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greyhound_ops import chunking, validation
+from greyhound_ops import validation
 from greyhound_ops.config import settings
 from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     GradientNeeds,
-    accumulator_dtype,
+    backward_budget,
     empty,
     empty_grad_weight,
-    stored_weight_dtype,
 )
 from greyhound_ops.ops.gradients import use_triton
 from greyhound_ops.ops.linear_cross_entropy import STATISTICS_ROWS
@@ -400,29 +399,6 @@ def _check(call: Any) -> tuple[GradientNeeds, LogitsOptions, torch.dtype]:
     )
 
 
-def _budget(call: Any, needs: GradientNeeds, compute_dtype: torch.dtype) -> Any:
-    """Caps on a chunk of the forward: those of the backward, if there is going to be one.
-
-    A gradient must be made from the very logits that its statistics were made of: one that is
-    rounded otherwise moves the probability of a confident row away from 1 by percents. Products of
-    the same shape round alike.
-    """
-    if not needs:
-        return None
-    weight, accum = call.weight, call.grad_weight_accum_dtype
-    stored = stored_weight_dtype(weight.dtype, compute_dtype, accum)
-    cast_bytes = 0
-    if needs.weight and stored != accumulator_dtype(weight.dtype, compute_dtype, accum):
-        cast_bytes = weight.numel() * stored.itemsize
-    same = chunking.chunk_budget_bytes(
-        call.input.device.type,
-        need_grad_weight=needs.weight,
-        need_grads=True,
-        final_cast_bytes=cast_bytes,
-    )
-    return chunking.Budget(same, same, same)
-
-
 def _exponentials(loop: ChunkLoop, labels: Tensor, options: LogitsOptions, every_row: bool) -> Any:
     """The projection that stores statistics only, where it can serve; else None."""
     input, weight, bias = loop.operands
@@ -479,11 +455,13 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,
-        budget=_budget(call, needs, compute_dtype),
+        budget=backward_budget(
+            call.input.device.type, call.weight, needs, compute_dtype, call.grad_weight_accum_dtype
+        ),
     )
     every_row = call.return_entropy or call.return_lse or call.return_argmax
     source = None
-    # Not with a gradient to come, which is made from rounded logits: see `_budget`.
+    # Not with a gradient to come, which is made from rounded logits: see `backward_budget`.
     differentiable = needs or call.need_grad_temperature
     if not (differentiable or temperature is not None or call.return_entropy or call.return_argmax):
         source = _exponentials(loop, labels, options, every_row)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from greyhound_ops import config, reference
 from greyhound_ops.functional import chunked_linear_cross_entropy
 from greyhound_ops.kernels import exponentials
 from greyhound_ops.testing import assert_within_budget, relative_error
+from samples import make_sample
 
 NAN = float("nan")
 INF = float("inf")
@@ -331,3 +333,38 @@ def test_a_learning_head_does_not(kernel_device: torch.device) -> None:
         patch.setattr(exponentials.Exponentials, "__init__", fail)
         chunked_linear_cross_entropy(input, weight, problem.target).backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [({"reduction": "none"}, ()), ({"return_lse": True}, ()), ({"return_lse": True}, ("weight",))],
+    ids=str,
+)
+def test_gradients_of_the_backward_come_from_the_logits_of_their_statistics(
+    options: dict[str, Any], frozen: tuple[str, ...], kernel_device: torch.device
+) -> None:
+    # A logit of 40 rounded to bf16 moves by 0.125: a probability near one by 13%. The gradient of
+    # a confident row is one minus that.
+    sample = make_sample(200, 16, 300, dtype=torch.bfloat16, device=kernel_device, ignored=0.0)
+    target = (sample.input @ sample.weight.t()).argmax(-1)
+    sample = sample.replace(input=4 * sample.input, target=target)
+    results = []
+    with config.override(kernels="triton"):
+        # Against a head that learns, whose logits are rounded to bf16 as plain torch's are.
+        for given, still in ((options, frozen), ({"reduction": "sum"}, ())):
+            leaves = [
+                getattr(sample, name).detach().requires_grad_(name not in still)
+                for name in ("input", "weight")
+            ]
+            made = chunked_linear_cross_entropy(*leaves, sample.target, **given)
+            loss = made if isinstance(made, Tensor) else made.loss * len(target)
+            loss.sum().backward()
+            results.append(leaves)
+    truth = sample.input.double().requires_grad_()
+    reference.linear_cross_entropy(
+        truth, sample.weight.double(), sample.target, reduction="sum"
+    ).backward()
+    errors = [relative_error(leaves[0].grad, truth.grad) for leaves in results]
+    assert errors[0] <= 1.2 * errors[1]
+    if not frozen:
+        torch.testing.assert_close(results[0][1].grad, results[1][1].grad, rtol=0.05, atol=0.02)
