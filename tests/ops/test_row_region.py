@@ -359,7 +359,7 @@ def test_against_plain_torch(name: str, way: str, dtype: torch.dtype, device: to
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
 def test_chunk_sizes(name: str, way: str, chunk_size: int | None, device: torch.device) -> None:
     region = make_region(name, device=device)
-    for accum in ("fp32", "weight"):
+    for accum in ("fp32", "weight") if chunk_size == 4 else ("fp32",):
         # Eager on CUDA as well: what is compiled is another test's.
         with config.override(region_body="eager"):
             compare(region, WAYS[way], chunk_size=chunk_size, grad_weight_accum_dtype=accum)
@@ -372,7 +372,9 @@ def test_frozen(name: str, way: str) -> None:
     names = list(region.leaves())
     alone = [tuple(each for each in names if each != kept) for kept in names]
     pairs = list(itertools.combinations(names, 2))[list(WAYS).index(way) :: 2]
-    for frozen in (*itertools.combinations(names, 1), *pairs, *alone):
+    if way == "forward":
+        pairs += alone
+    for frozen in (*itertools.combinations(names, 1), *pairs):
         made = compare(region, WAYS[way], frozen=frozen, chunk_size=5)
         assert all(made[f"grad_{each}"] is None for each in frozen)
     made = outcome(WAYS[way], region, frozen=tuple(names))
@@ -439,9 +441,14 @@ def test_same_head_twice(way: str, device: torch.device) -> None:
         results.append(torch.autograd.grad(total, [leaf, *inputs]))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+    torch._dynamo.reset()
+    compiled = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")
+    _, total = compiled(region, same_head=[0, 0], chunk_size=5)
+    results[0] = torch.autograd.grad(total, [leaf, *inputs])
     expected = torch.autograd.grad(plain(region)[1], [leaf, *inputs])
-    for one, other in zip(results[1], expected, strict=True):
+    for one, two, other in zip(*results, expected, strict=True):
         torch.testing.assert_close(one, other)
+        torch.testing.assert_close(two, other)
 
 
 def test_upstream_strided_expanded_and_missing(device: torch.device) -> None:
@@ -815,7 +822,7 @@ def test_peak(way: str, frozen: tuple[str, ...], device: torch.device) -> None:
     # Logits and gradients of both, and what autograd saves of this body: the difference, its square
     # and the factor of the square's derivative; eager, nothing is fused.
     chunk = CHUNK * WIDE_CLASSES * 4
-    allowed = asked + 9 * chunk + 48 * ROWS + 2**14
+    allowed = asked + 9 * chunk + 48 * ROWS + 2**15
     assert allowed < ROWS * WIDE_CLASSES * 4, "logits would pass unnoticed"
     assert peak <= allowed
 
