@@ -252,3 +252,58 @@ def is_compiled(function: Any) -> bool:
     if hasattr(function, "_torchdynamo_orig_callable"):
         return True
     return hasattr(function, "_orig_mod") and hasattr(function, "dynamo_ctx")
+
+
+def statically_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal in every run, without adding a guard.
+
+    Degrades to False where a newer torch keeps its symbols elsewhere: a rewrite is then declined.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    prove = getattr(symbolic_shapes, "statically_known_true", None)
+    return prove is not None and bool(prove(one == other))
+
+
+def size_parts(
+    size: torch.SymInt,
+) -> tuple[Callable[[Any, Any], Any], list[int | torch.SymInt]] | None:
+    """The operator and terms that a symbolic size is made of, if it is a product or a sum."""
+    import operator
+
+    import sympy  # type: ignore[import-untyped]
+
+    node = size.node
+    expression = getattr(node, "expr", None)
+    if isinstance(expression, sympy.Mul):
+        function: Callable[[Any, Any], Any] = operator.mul
+    elif isinstance(expression, sympy.Add):
+        function = operator.add
+    else:
+        return None
+    terms: list[int | torch.SymInt] = []
+    for term in expression.args:
+        if isinstance(term, sympy.Integer):
+            terms.append(int(term))
+        else:
+            terms.append(node.shape_env.create_symintnode(term, hint=None))
+    return function, terms
+
+
+def fake_mode_of(tensors: list[torch.Tensor]) -> Any:
+    """The mode that fake tensors belong to, or None if they are not fake or of several modes.
+
+    Not the mode of the tracing context: Dynamo gives the backend one of its own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    modes = [each.fake_mode for each in tensors if isinstance(each, FakeTensor)]
+    return modes[0] if modes and all(mode is modes[0] for mode in modes) else None
+
+
+def decompositions(names: list[str]) -> dict[Any, Callable[..., Any]]:
+    """Torch's own decompositions of some ATen operators by name; unknown ones are left out."""
+    from torch._decomp import get_decompositions
+
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return dict(get_decompositions(packets))

@@ -184,7 +184,8 @@ def _divisor(input: Tensor, denominator: object, reduction: str) -> Tensor | Non
                 f"denominator: expected a number, a scalar tensor or None, got {denominator!r}"
             )
         # A fill, not a copy from the host, which would wait for the device.
-        denominator = torch.full((), denominator, dtype=torch.float64, device=input.device)
+        number: Any = denominator
+        denominator = torch.full((), number, dtype=torch.float64, device=input.device)
     if reduction != "mean":
         raise ValueError(
             f"denominator: expected None with reduction={reduction!r}; only a mean is divided"

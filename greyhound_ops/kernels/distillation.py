@@ -74,7 +74,7 @@ def _log2(x, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def _mixture(log_q, log_p, beta, APPROXIMATE: tl.constexpr):
+def _mixture(log_q, log_p, beta, rest, APPROXIMATE: tl.constexpr):
     """``P``, ``Q``, ``log2(M / P)`` and ``log2(M / Q)`` from the logarithms to base 2."""
     log_q = tl.maximum(log_q, FLOOR)
     log_p = tl.maximum(log_p, FLOOR)
@@ -86,7 +86,7 @@ def _mixture(log_q, log_p, beta, APPROXIMATE: tl.constexpr):
     p = tl.where(student_leads, smaller, larger)
     q = tl.where(student_leads, larger, smaller)
     # r - 1 is exact for r in [0.5, 1], so equal probabilities give exactly log(1) = 0.
-    of_smaller = tl.where(student_leads, beta, 1.0 - beta)
+    of_smaller = tl.where(student_leads, beta, rest)
     mix = _log2(1.0 + of_smaller * (ratio - 1.0), APPROXIMATE)
     over_p = mix + tl.maximum(difference, 0.0)
     over_q = mix - tl.minimum(difference, 0.0)
@@ -114,6 +114,7 @@ def distillation_kernel(
     soft_factor,  # of the divergence's gradient: its weight over the temperature
     hard_factor,  # weight of the cross entropy
     beta,
+    rest,  # 1 - beta, from the host: in float32 it would be off by 1e-5 at beta = 0.999
     gain,
     KIND: tl.constexpr,  # "kl", "reverse_kl", "jsd", "tvd" or "cosine"
     HAS_TARGET: tl.constexpr,
@@ -266,7 +267,7 @@ def distillation_kernel(
                         q = tl.exp2(log_q)
                         losses += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 1)
                     elif KIND == "jsd":
-                        p, q, over_p, over_q = _mixture(log_q, log_p, beta, APPROXIMATE)
+                        p, q, over_p, over_q = _mixture(log_q, log_p, beta, rest, APPROXIMATE)
                         losses += tl.sum(p * over_p, 1)
                         constants += tl.sum(q * over_q, 1)
                     else:
@@ -280,8 +281,8 @@ def distillation_kernel(
                     constant = loss
                 elif KIND == "jsd":
                     mean_over_q = tl.sum(constants, 0)
-                    loss = -LN_2 * (beta * loss + (1.0 - beta) * mean_over_q)
-                    constant = -LN_2 * (1.0 - beta) * mean_over_q
+                    loss = -LN_2 * (beta * loss + rest * mean_over_q)
+                    constant = -LN_2 * rest * mean_over_q
                 else:
                     loss = 0.5 * loss
                     constant = 0.5 * tl.sum(constants, 0)
@@ -309,7 +310,7 @@ def distillation_kernel(
                 grad_factor = soft * constant / sum_q / sum_q
             elif KIND == "jsd":
                 grad_shift = soft * constant
-                grad_factor = soft * -LN_2 * (1.0 - beta)
+                grad_factor = soft * -LN_2 * rest
             for block in range(0, blocks):
                 j = block * BLOCK + columns
                 inside = j < num_classes
@@ -346,7 +347,7 @@ def distillation_kernel(
                         # the bound takes effect, also for -inf - -inf, Q is zero.
                         exponent = log_p - log_q
                         ratio = tl.exp2(tl.where(exponent < 120.0, exponent, 120.0))
-                        over_q = _log2(beta * ratio + (1.0 - beta), APPROXIMATE)
+                        over_q = _log2(beta * ratio + rest, APPROXIMATE)
                         grad = q * (grad_factor * over_q - grad_shift)
                     else:
                         p = tl.exp2(log_p)
@@ -460,6 +461,7 @@ def distillation(
         soft_weight if cosine else soft_weight / temperature,
         hard_weight,
         beta,
+        1.0 - beta,
         gain,
         KIND=divergence,
         HAS_TARGET=target is not None,

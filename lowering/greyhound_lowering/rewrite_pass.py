@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 import greyhound_ops
-from greyhound_lowering import cross_entropy, follow, guards
+from greyhound_lowering import cross_entropy, follow, guards, region
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.projection import (
     Projection,
@@ -70,11 +70,12 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         before = str(graph)
         rewritten = 0
         for node in heads:
+            if node not in graph.nodes:
+                continue  # rewritten with another head
             # Anew: the hidden states may be the loss of a head that was rewritten before.
             projection = find_projection(node)
             assert projection is not None
-            decision = self._decide(graph, projection, number)
-            if decision is not None:
+            for decision in self._decide(graph, projection, number):
                 account.add(decision)
                 rewritten += decision.verdict == "rewritten"
         if rewritten:
@@ -84,35 +85,68 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
                 lambda: f"before:\n{before}\n\nafter:\n{graph}\n\n{account.report()}",
             )
 
-    def _decide(self, graph: fx.Graph, projection: Projection, number: int) -> Decision | None:
-        """Rewrite one projection if that is safe; None for one that is no loss head at all."""
+    def _decide(self, graph: fx.Graph, projection: Projection, number: int) -> list[Decision]:
+        """Rewrite one projection if that is safe; nothing for one that is no loss head at all.
+
+        A cross entropy has an op of its own, which is faster; any other loss is taken as a region.
+        """
         logits = follow.start(projection)
-        described = {
-            "projection": projection.describe(),
-            "location": location(projection.node),
-            "logits_bytes": guards.logits_bytes(logits),
-            "graph": number,
-        }
+        described = _described(projection, number)
         of_interest = _reaches_loss(projection.node)
-        loss_name = ""
+        reasons: list[str] = []
         try:
             guards.check_pays(logits, self.settings)
             guards.check_graph(graph)
-            while True:
-                user = guards.only_user(logits.node)
-                name = follow.step_name(user)
-                if name in follow.LOSSES:
-                    break
-                logits = follow.advance(logits, user)
-            loss_name = name
-            if "cross_entropy" not in self.settings.kinds:
-                raise Declined("the kind cross_entropy is switched off")
-            cross_entropy.rewrite(graph, logits, user, self.settings)
         except Declined as declined:
             if not of_interest:
-                return None
-            return Decision("left", str(declined), op=None, **described)  # type: ignore[arg-type]
-        return Decision("rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described)  # type: ignore[arg-type]
+                return []
+            return [Decision("left", str(declined), op=None, **described)]
+        try:
+            loss_name = self._rewrite_cross_entropy(graph, logits)
+            return [
+                Decision("rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described)
+            ]
+        except Declined as declined:
+            reasons.append(str(declined))
+        try:
+            if "region" not in self.settings.kinds:
+                raise Declined("the kind region is switched off")
+            seeds = region.grow(graph, projection).seeds
+            together = [_described(each, number) for each in seeds]
+            region.rewrite(graph, projection, self.settings)
+            return [
+                Decision("rewritten", "folded its region", op=region.OP_NAME, **each)
+                for each in together
+            ]
+        except Declined as declined:
+            if str(declined) not in reasons:
+                reasons.append(str(declined))
+        if not of_interest:
+            return []
+        return [Decision("left", "; ".join(reasons), op=None, **described)]
+
+    def _rewrite_cross_entropy(self, graph: fx.Graph, logits: follow.Logits) -> str:
+        """Follow the logits to a cross entropy and rewrite it; returns the name of the loss."""
+        while True:
+            user = guards.only_user(logits.node)
+            name = follow.step_name(user)
+            if name in follow.LOSSES:
+                break
+            logits = follow.advance(logits, user)
+        if "cross_entropy" not in self.settings.kinds:
+            raise Declined("the kind cross_entropy is switched off")
+        cross_entropy.rewrite(graph, logits, user, self.settings)
+        return name
+
+
+def _described(projection: Projection, number: int) -> dict[str, Any]:
+    """What a decision says of a projection whatever is decided."""
+    return {
+        "projection": projection.describe(),
+        "location": location(projection.node),
+        "logits_bytes": guards.logits_bytes(follow.start(projection)),
+        "graph": number,
+    }
 
 
 def _left_batched(nodes: list[fx.Node], number: int) -> Decision:

@@ -8,7 +8,7 @@ from greyhound_ops import validation
 from greyhound_ops.config import env_bool, env_bytes
 
 #: Kinds of rewrite that can be switched one by one.
-KINDS = ("cross_entropy",)
+KINDS = ("cross_entropy", "region")
 
 
 @dataclasses.dataclass(frozen=True)

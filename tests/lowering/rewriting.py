@@ -40,6 +40,7 @@ UPSTREAM = 1.7
 SLACK = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 OP = torch.ops.greyhound.linear_cross_entropy.default
+REGION = torch.ops.greyhound.row_region.default
 
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "__matmul__"}
 
@@ -87,8 +88,13 @@ class Backend:
 
     @property
     def op_nodes(self) -> list[fx.Node]:
-        """The nodes of our op in all graphs."""
+        """The nodes of the cross entropy op in all graphs."""
         return [node for graph in self.graphs for node in graph.nodes if node.target is OP]
+
+    @property
+    def region_nodes(self) -> list[fx.Node]:
+        """The nodes of the op for any other loss in all graphs."""
+        return [node for graph in self.graphs for node in graph.nodes if node.target is REGION]
 
     def wide_products(self, num_classes: int) -> list[str]:
         """Matrix products left in the graphs that have a dimension of ``num_classes``."""
@@ -233,6 +239,7 @@ def assert_rewritten(backend: Backend, count: int = 1) -> None:
 def assert_left(backend: Backend, reason: str | None = None) -> None:
     """Check that the graphs are as they were and that the account says why."""
     assert not backend.op_nodes
+    assert not backend.region_nodes
     assert backend.unchanged
     assert reasons(), "left alone without a word"
     if reason is not None:
@@ -309,6 +316,7 @@ def run_python(
 
 __all__ = [
     "OP",
+    "REGION",
     "TINY",
     "TINY_OPTIONS",
     "UPSTREAM",

@@ -655,7 +655,8 @@ def test_confident_and_contradicting_models(device: torch.device) -> None:
             divergence=divergence, beta=0.3, reduction="none",
         )  # fmt: skip
         torch.testing.assert_close(result.loss.double(), truth.loss, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(result.input.double(), truth.input, rtol=1e-5, atol=1e-6)
+        # Differences of terms of 300, whose last bit in float32 is 3e-5.
+        torch.testing.assert_close(result.input.double(), truth.input, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("upstream", [1.0, 65536.0], ids=["unscaled", "scaled"])

@@ -329,6 +329,8 @@ def compare(
             least = 1.0 if dtype.itemsize >= 4 else 0.8
             assert (value == other).double().mean() >= least, name
             continue
+        if name == "total" and dtype.itemsize < 4:
+            continue  # a sum of rounded rows is near the truth by luck alone; they are judged
         slack = SLACK[dtype] if name.startswith("grad_") else min(SLACK[dtype], 1e-6)
         assert_within_budget(name, value, other, expected, slack=slack)
     return made
