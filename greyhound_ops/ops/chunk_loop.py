@@ -94,15 +94,16 @@ def backward_budget(
     needs: GradientNeeds,
     compute_dtype: torch.dtype,
     accum: str,
+    budget: chunking.Budget | None = None,
 ) -> chunking.Budget | None:
     """Caps on a chunk of a forward whose gradients its backward makes: those of the backward.
 
     A gradient must be made from the very logits that its statistics were made of: one that is
     rounded otherwise moves the probability of a confident row away from 1 by percents. Products of
-    the same shape round alike. None where there is no gradient to come.
+    the same shape round alike. Where there is no gradient to come, ``budget`` as it is.
     """
     if not needs:
-        return None
+        return budget
     stored = stored_weight_dtype(weight.dtype, compute_dtype, accum)
     cast_bytes = 0
     if needs.weight and stored != accumulator_dtype(weight.dtype, compute_dtype, accum):
@@ -112,6 +113,7 @@ def backward_budget(
         need_grad_weight=needs.weight,
         need_grads=True,
         final_cast_bytes=cast_bytes,
+        budget=budget,
     )
     return chunking.Budget(same, same, same)
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from greyhound_ops import validation
-from greyhound_ops.chunking import MIB, ROW_MULTIPLE, Budget
+from greyhound_ops.chunking import MIB, Budget
 from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     GradientNeeds,
+    backward_budget,
     defers_division,
     empty,
     empty_grad_weight,
@@ -68,10 +69,6 @@ STATISTICS = 6
 # Student and teacher buffer together. With "weight" accumulation at V=128256 and D=4096 the
 # gradients are 1 GiB, and the buffers a quarter of that.
 CUDA_BUDGET = Budget(256 * MIB, 160 * MIB, 128 * MIB)
-
-# Where grad_weight is accumulated the student's buffer is worth more than the teacher's: each
-# chunk of the student reads and writes the accumulator, a chunk of the teacher reads its head only.
-TEACHER_SHARE = 1.0 / 3.0
 
 # Buffers of a chunk's size that the PyTorch path holds beside the student's logits.
 TORCH_PATH_BUFFERS = 6.0
@@ -328,6 +325,7 @@ class _Pair:
         target: ``[N]`` int64 or None.
         row_loss: Options of the loss of a row.
         needs: Gradients to make.
+        planned_for: Gradients that the plan of the chunks is for, those of a later backward too.
         compute_dtype: Dtype of the student's products.
         teacher_dtype: Dtype of the teacher's product.
         accum: ``"fp32"`` or ``"weight"``.
@@ -348,6 +346,7 @@ class _Pair:
         row_loss: _RowLoss,
         *,
         needs: GradientNeeds,
+        planned_for: GradientNeeds,
         compute_dtype: torch.dtype,
         teacher_dtype: torch.dtype,
         accum: str,
@@ -359,9 +358,10 @@ class _Pair:
         wider = teacher_dtype if teacher_dtype == torch.float64 else compute_dtype
         self._triton = use_triton(wider, input.device.type)
         self._target, self._row_loss, self._needs = target, row_loss.resolved(), needs
-        # Only the kernel works in place, and so in parts of the student's chunk.
-        share = TEACHER_SHARE if self._triton and needs.weight else 1.0
-        beside = share * teacher_dtype.itemsize / compute_dtype.itemsize
+        beside = teacher_dtype.itemsize / compute_dtype.itemsize
+        # Both in chunks of the same rows: products of one shape round alike, so that the logits of
+        # identical models are identical. A teacher's chunk of a third gained nothing (H200).
+        budget = CUDA_BUDGET if input.is_cuda else None
         self._student = ChunkLoop(
             input,
             weight,
@@ -373,13 +373,10 @@ class _Pair:
             gain=gain,
             spare_fp16=spare_fp16,
             beside=beside if self._triton else TORCH_PATH_BUFFERS,
-            budget=CUDA_BUDGET if input.is_cuda else None,
+            budget=backward_budget(
+                input.device.type, weight, planned_for, compute_dtype, accum, budget
+            ),
         )
-        rows = self._student.rows
-        if share < 1.0:
-            rows = -(-rows // 3)
-            if rows > ROW_MULTIPLE:
-                rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._teacher = ChunkLoop(
             teacher_input,
             teacher_weight,
@@ -387,7 +384,7 @@ class _Pair:
             needs=GradientNeeds(False, False, False),
             compute_dtype=teacher_dtype,
             accum=accum,
-            chunk_size=rows,
+            chunk_size=self._student.rows,
             gain=1.0,
         )
 
@@ -414,24 +411,20 @@ class _Pair:
         """
         for start, stop in self._student.spans():
             logits = self._student.project(start, stop)
-            grad_logits = logits
-            for first in range(start, stop, self._teacher.rows):
-                last = min(first + self._teacher.rows, stop)
-                grad_logits = self._rows(
-                    logits[first - start : last - start],
-                    self._teacher.project(first, last),
-                    None if self._target is None else self._target[first:last],
-                    parts[:, first:last],
-                    statistics[:, first:last],
-                    grad_scale=grad_scale,
-                    row_scale=None if row_scale is None else row_scale[first:last],
-                    gain=self._student.gain,
-                    read_statistics=read_statistics,
-                    write_grad=bool(self._needs),
-                )
+            grad_logits = self._rows(
+                logits,
+                self._teacher.project(start, stop),
+                None if self._target is None else self._target[start:stop],
+                parts[:, start:stop],
+                statistics[:, start:stop],
+                grad_scale=grad_scale,
+                row_scale=None if row_scale is None else row_scale[start:stop],
+                gain=self._student.gain,
+                read_statistics=read_statistics,
+                write_grad=bool(self._needs),
+            )
             if self._needs:
-                # In place, or in one part that is the whole.
-                self._student.fold(start, stop, logits if self._triton else grad_logits)
+                self._student.fold(start, stop, grad_logits)
             del logits, grad_logits  # or the chunk would outlive the loop, into the final cast
         self._teacher.finish()
         return self._student.finish()
@@ -521,6 +514,7 @@ def _forward(
         labels,
         row_loss,
         needs=made_now,
+        planned_for=needs,
         compute_dtype=compute_dtype,
         teacher_dtype=teacher_dtype,
         accum=grad_weight_accum_dtype,
@@ -608,6 +602,7 @@ def _backward_by_row(
         None if target is None else target.reshape(-1).long(),
         row_loss,
         needs=needs,
+        planned_for=needs,
         compute_dtype=validation.resolve_compute_dtype(input, weight, compute_dtype),
         teacher_dtype=teacher_dtype,
         accum=grad_weight_accum_dtype,
