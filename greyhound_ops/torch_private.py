@@ -307,3 +307,19 @@ def decompositions(names: list[str]) -> dict[Any, Callable[..., Any]]:
 
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return dict(get_decompositions(packets))
+
+
+def fresh_fake_mode() -> Any:
+    """A mode in which tensors have shapes and no data, apart from any that is tracing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def is_outermost_graph(graph: torch.fx.Graph) -> bool:
+    """Whether a graph from Dynamo is a frame's own and not the body of a higher-order operator.
+
+    What a body returns is read by the graph around it. Degrades to False: what may be done to a
+    frame's own outputs alone is then not done.
+    """
+    return any("grapharg" in node.meta for node in graph.nodes if node.op == "placeholder")

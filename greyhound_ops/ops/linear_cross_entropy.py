@@ -368,6 +368,65 @@ class Divisor:
         return loss, torch.where(nothing, 1.0, divisor)
 
 
+def _forward_loop(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: GradientNeeds,
+    made_now: GradientNeeds,
+    *,
+    compute_dtype: torch.dtype,
+    accum: str,
+    chunk_size: int | None,
+    gain: float,
+) -> ChunkLoop:
+    """The chunks of a forward: of its own gradients, or of those that its backward makes."""
+    budget = None
+    if not made_now:
+        budget = backward_budget(rows.device.type, weight, needs, compute_dtype, accum)
+    return ChunkLoop(
+        rows,
+        weight,
+        bias,
+        needs=made_now,
+        compute_dtype=compute_dtype,
+        accum=accum,
+        chunk_size=chunk_size,
+        gain=gain,
+        spare_fp16=True,
+        budget=budget,
+    )
+
+
+def planned_rows(call: Any) -> int:
+    """Rows of one chunk of a call, for the report of the rewrite; takes fake tensors.
+
+    A head that is frozen, or a loss alone, may take a kernel that cuts its rows otherwise.
+
+    Args:
+        call: Arguments by name, as `Op.named` gives them.
+
+    Returns:
+        Rows.
+    """
+    needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
+    recomputed = _recomputes(call.reduction, call.return_lse, needs)
+    loop = _forward_loop(
+        call.input.reshape(-1, call.input.shape[-1]),
+        call.weight,
+        call.bias,
+        needs,
+        GradientNeeds(False, False, False) if recomputed else needs,
+        compute_dtype=validation.resolve_compute_dtype(
+            call.input, call.weight, call.compute_dtype
+        ),
+        accum=call.grad_weight_accum_dtype,
+        chunk_size=call.chunk_size,
+        gain=1.0,
+    )
+    return loop.rows
+
+
 def _forward(
     input: Tensor,
     weight: Tensor,
@@ -413,21 +472,16 @@ def _forward(
     if _recomputes(reduction, return_lse, needs):
         made_now = GradientNeeds(False, False, False)
     deferred = defers_division(compute_dtype)
-    loop = ChunkLoop(
+    loop = _forward_loop(
         rows,
         weight,
         bias,
-        needs=made_now,
+        needs,
+        made_now,
         compute_dtype=compute_dtype,
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
         gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
-        spare_fp16=True,
-        budget=None
-        if made_now
-        else backward_budget(
-            input.device.type, weight, needs, compute_dtype, grad_weight_accum_dtype
-        ),
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)

@@ -615,6 +615,18 @@ def _chunk_rows(region: _Region) -> int:
     return chunking.chunk_rows(region.num_rows, row_bytes, budget, call.chunk_size)
 
 
+def planned_rows(call: Any) -> int:
+    """Rows of one chunk of a call, for the report of the rewrite; takes fake tensors.
+
+    Args:
+        call: Arguments by name, as `Op.named` gives them.
+
+    Returns:
+        Rows.
+    """
+    return _chunk_rows(_read(call))
+
+
 def _spans(num_rows: int, rows: int) -> list[tuple[int, int]]:
     """Start and stop row of every chunk; no last chunk of a single row.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -11,7 +12,15 @@ from typing import Any
 from torch import fx
 
 import greyhound_ops
-from greyhound_lowering import cross_entropy, follow, guards, region
+from greyhound_lowering import (
+    cross_entropy,
+    drawing,
+    follow,
+    guards,
+    plan,
+    region,
+    returned_logits,
+)
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.projection import (
     Projection,
@@ -24,6 +33,17 @@ from greyhound_lowering.projection import (
 from greyhound_lowering.report import Decision, account
 from greyhound_lowering.settings import RewriteSettings, rewrite_allowed
 from greyhound_ops import torch_private
+
+#: How the reason begins where logits leave the graph, and what it is where nothing else reads them.
+LOGITS_LEAVE = "the logits leave the graph"
+NO_READER = "nothing reads the logits"
+
+# Steps that say nothing of what a region computes, and how many of the others are told.
+_DULL = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t",
+    "movedim", "getitem", "contiguous", "clone", "float", "to", "detach",
+}  # fmt: skip
+_TOLD = 6
 
 _LOSS_LIKE = re.compile(r"loss$|cross_entropy|softmax|logsumexp|kl_div|log_?sigmoid")
 
@@ -67,33 +87,33 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         number = account.next_graph()
         if batched:
             account.add(_left_batched(batched, number))
-        before = str(graph)
-        rewritten = 0
+        before, nodes_before = str(graph), drawing.nodes_of(graph)
+        decisions: list[Decision] = []
         for node in heads:
             if node not in graph.nodes:
                 continue  # rewritten with another head
             # Anew: the hidden states may be the loss of a head that was rewritten before.
             projection = find_projection(node)
             assert projection is not None
-            for decision in self._decide(graph, projection, number):
+            made = self._decide(graph, projection, number)
+            decisions += made
+            for decision in made:
                 account.add(decision)
-                rewritten += decision.verdict == "rewritten"
-        if rewritten:
+        if any(decision.verdict == "rewritten" for decision in decisions):
             graph.lint()
             torch_private.trace_artifact(
                 "greyhound_rewrite",
                 lambda: f"before:\n{before}\n\nafter:\n{graph}\n\n{account.report()}",
             )
+        if decisions:
+            names = [decision.node for decision in decisions]
+            account.draw(drawing.compare(number, names, nodes_before, drawing.nodes_of(graph)))
 
     def _decide(self, graph: fx.Graph, projection: Projection, number: int) -> list[Decision]:
-        """Rewrite one projection if that is safe; nothing for one that is no loss head at all.
-
-        A cross entropy has an op of its own, which is faster; any other loss is taken as a region.
-        """
+        """Rewrite one projection if that is safe; nothing for one that is no loss head at all."""
         logits = follow.start(projection)
         described = _described(projection, number)
         of_interest = _reaches_loss(projection.node)
-        reasons: list[str] = []
         try:
             guards.check_pays(logits, self.settings)
             guards.check_graph(graph)
@@ -101,29 +121,76 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
             if not of_interest:
                 return []
             return [Decision("left", str(declined), op=None, **described)]
-        try:
-            loss_name = self._rewrite_cross_entropy(graph, logits)
-            return [
-                Decision("rewritten", f"folded {loss_name}", op=cross_entropy.OP_NAME, **described)
-            ]
-        except Declined as declined:
-            reasons.append(str(declined))
-        try:
-            if "region" not in self.settings.kinds:
-                raise Declined("the kind region is switched off")
-            seeds = region.grow(graph, projection).seeds
-            together = [_described(each, number) for each in seeds]
-            region.rewrite(graph, projection, self.settings)
-            return [
-                Decision("rewritten", "folded its region", op=region.OP_NAME, **each)
-                for each in together
-            ]
-        except Declined as declined:
-            if str(declined) not in reasons:
-                reasons.append(str(declined))
+        made = self._attempt(graph, projection, number)
+        returned: returned_logits.Returned | None = None
+        if isinstance(made, str) and self.settings.returned_logits == "nan":
+            returned = returned_logits.find(graph)
+        if returned is not None and returned.concerns(projection.node):
+            returned.take_out()
+            again = self._attempt(graph, projection, number)
+            returned.put_back_or_replace()
+            if not isinstance(again, str):
+                return [
+                    dataclasses.replace(
+                        each, reason=f"{each.reason}; the logits that are returned are NaN"
+                    )
+                    if each.node in returned.replaced
+                    else each
+                    for each in again
+                ]
+            if again != NO_READER:  # else there is no loss in the graph, as the first reason says
+                made = f"{made}; without those that leave: {again}"
+        if not isinstance(made, str):
+            return made
         if not of_interest:
             return []
-        return [Decision("left", "; ".join(reasons), op=None, **described)]
+        decision = Decision("left", made, op=None, **described)
+        value = example(projection.node)
+        if LOGITS_LEAVE in made and value is not None and value.requires_grad:
+            account.hint(decision)
+        return [decision]
+
+    def _attempt(
+        self, graph: fx.Graph, projection: Projection, number: int
+    ) -> list[Decision] | str:
+        """Rewrite a projection with its loss, or say why not.
+
+        A cross entropy has an op of its own, which is faster; any other loss is taken as a region.
+        """
+        logits = follow.start(projection)
+        described = _described(projection, number)
+        known_ops = set(plan.op_nodes(graph))
+        try:
+            name = self._rewrite_cross_entropy(graph, logits)
+        except Declined as declined:
+            reason = str(declined)
+        else:
+            return [
+                Decision(
+                    "rewritten",
+                    f"folded {name}",
+                    op=cross_entropy.OP_NAME,
+                    chunk_rows=_chunk_rows(graph, known_ops),
+                    **described,
+                )
+            ]
+        if "region" not in self.settings.kinds:
+            return _both(reason, "the kind region is switched off")
+        try:
+            grown = region.grow(graph, projection)
+            together = [_described(each, number) for each in grown.seeds]
+            steps = _steps(grown.nodes)
+            region.rewrite(graph, projection, self.settings)
+        except Declined as declined:
+            return _both(reason, str(declined))
+        rows = _chunk_rows(graph, known_ops)
+        folded = f"folded {steps}"
+        if len(together) > 1:
+            folded += f" over {len(together)} projections"
+        return [
+            Decision("rewritten", folded, op=region.OP_NAME, chunk_rows=rows, **each)
+            for each in together
+        ]
 
     def _rewrite_cross_entropy(self, graph: fx.Graph, logits: follow.Logits) -> str:
         """Follow the logits to a cross entropy and rewrite it; returns the name of the loss."""
@@ -144,9 +211,35 @@ def _described(projection: Projection, number: int) -> dict[str, Any]:
     return {
         "projection": projection.describe(),
         "location": location(projection.node),
+        "source": source_line(projection.node),
         "logits_bytes": guards.logits_bytes(follow.start(projection)),
         "graph": number,
+        "node": projection.node.name,
     }
+
+
+def _both(of_cross_entropy: str, of_region: str) -> str:
+    """Why a projection is neither, in one line; once where both say the same."""
+    if LOGITS_LEAVE in of_cross_entropy and LOGITS_LEAVE in of_region:
+        return of_cross_entropy
+    if of_cross_entropy == of_region:
+        return of_cross_entropy
+    return f"{of_cross_entropy}; nor as a region: {of_region}"
+
+
+def _steps(nodes: list[fx.Node]) -> str:
+    """The steps of a region that say what it computes, each once, without mere views."""
+    names = dict.fromkeys(map(follow.step_name, nodes))
+    told = [name for name in names if name not in _DULL] or list(names)
+    if len(told) > _TOLD:
+        told = [*told[:_TOLD], f"{len(told) - _TOLD} more"]
+    return ", ".join(told)
+
+
+def _chunk_rows(graph: fx.Graph, known_ops: set[fx.Node]) -> int | None:
+    """Rows that the op just written takes at a time."""
+    new = [node for node in plan.op_nodes(graph) if node not in known_ops]
+    return plan.chunk_rows(new[0]) if new else None
 
 
 def _left_batched(nodes: list[fx.Node], number: int) -> Decision:
@@ -162,17 +255,28 @@ def _left_batched(nodes: list[fx.Node], number: int) -> Decision:
         op=None,
         logits_bytes=None,
         graph=number,
+        source=source_line(nodes[0]),
+        node=nodes[0].name,
     )
 
 
 def location(node: fx.Node) -> str:
     """``file:line`` of the innermost line of user code that made a node."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    return _frame(node)[0]
+
+
+def source_line(node: fx.Node) -> str:
+    """That line itself, or nothing."""
+    return _frame(node)[1]
+
+
+def _frame(node: fx.Node) -> tuple[str, str]:
+    frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n?([^\n]*)', node.stack_trace or "")
     if not frames:
-        return "?"
+        return "?", ""
     own = [frame for frame in frames if "/torch/nn/" not in frame[0]]
-    file, line = (own or frames)[-1]
-    return f"{file}:{line}"
+    file, line, text = (own or frames)[-1]
+    return f"{file}:{line}", text.strip()
 
 
 def _reaches_loss(node: fx.Node) -> bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from typing import Any
 
 from greyhound_ops import validation
 from greyhound_ops.config import env_bool, env_bytes
 
 #: Kinds of rewrite that can be switched one by one.
 KINDS = ("cross_entropy", "region")
+
+#: What becomes of logits that are returned beside their loss.
+RETURNED_LOGITS = ("keep", "nan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +27,17 @@ class RewriteSettings:
             fits one chunk: 512 MiB on CUDA, 32 MiB on the CPU.
         chunk_size: Rows per chunk, or None for the plan.
         grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``, as for the op.
+        returned_logits: What becomes of logits that leave the graph beside a loss. ``"keep"``: they
+            have to exist, and nothing is rewritten. ``"nan"``: where that loss can be rewritten,
+            NaN of their shape, dtype and device is returned in their place; one number of memory,
+            no gradient. A program that reads them then computes NaN instead of something wrong.
     """
 
     kinds: tuple[str, ...] = KINDS
     min_logits_bytes: int | None = None
     chunk_size: int | None = None
     grad_weight_accum_dtype: str = "fp32"
+    returned_logits: str = "keep"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", tuple(self.kinds))
@@ -41,12 +51,25 @@ class RewriteSettings:
         validation.check_choice(
             "grad_weight_accum_dtype", self.grad_weight_accum_dtype, validation.ACCUM_DTYPES
         )
+        validation.check_choice("returned_logits", self.returned_logits, RETURNED_LOGITS)
 
 
 def from_environment() -> RewriteSettings:
     """Settings as the environment gives them."""
+    given: dict[str, Any] = {}
     least = env_bytes("GREYHOUND_REWRITE_MIN_BYTES")
-    return RewriteSettings() if least is None else RewriteSettings(min_logits_bytes=least)
+    if least is not None:
+        given["min_logits_bytes"] = least
+    returned = os.environ.get("GREYHOUND_REWRITE_RETURNED_LOGITS", "").strip()
+    if returned:
+        try:
+            validation.check_choice("returned_logits", returned, RETURNED_LOGITS)
+        except ValueError as error:
+            raise ValueError(
+                f"environment variable GREYHOUND_REWRITE_RETURNED_LOGITS: {error}"
+            ) from None
+        given["returned_logits"] = returned
+    return RewriteSettings(**given)
 
 
 def rewrite_allowed() -> bool:

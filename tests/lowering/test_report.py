@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import threading
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +45,7 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         first = self.one(x)  # rewritten here
         second = self.other(x)  # left here
-        return F.cross_entropy(first, y) + F.cross_entropy(second, y) + second.mean()
+        return F.cross_entropy(first, y) + F.cross_entropy(second, y) + second.softmax(0).amax()
 
 
 def line_of(mark: str) -> int:
@@ -73,6 +76,21 @@ def test_decisions() -> None:
     assert report.logits_bytes_avoided == N * V * 4
 
 
+def test_source_line_and_chunk_rows() -> None:
+    rewritten, left = compile_two_heads().decisions
+    assert rewritten.source == "first = self.one(x)  # rewritten here"
+    assert left.source == "second = self.other(x)  # left here"
+    assert rewritten.chunk_rows == TINY["chunk_size"]
+    assert left.chunk_rows is None
+
+
+def test_both_reasons_where_both_kinds_were_tried() -> None:
+    _, left = compile_two_heads().decisions
+    of_cross_entropy, of_region = left.reason.split("; nor as a region: ")
+    assert "2 readers" in of_cross_entropy
+    assert "rows" in of_region
+
+
 def test_source_lines_are_the_users() -> None:
     rewritten, left = compile_two_heads().decisions
     for decision, mark in ((rewritten, "rewritten here"), (left, "left here")):
@@ -87,6 +105,180 @@ def test_text() -> None:
     assert f"{HERE}:{line_of('rewritten here')}" in text
     assert "rewritten -> greyhound::linear_cross_entropy" in text
     assert "2 readers" in text
+
+
+class Entropies(nn.Module):
+    """A loss that reads two projections: a region."""
+
+    def __init__(self, hidden: int = D, classes: int = V) -> None:
+        super().__init__()
+        self.one = nn.Linear(hidden, classes)
+        self.other = nn.Linear(hidden, classes).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        log_p, q = self.one(x[:, 1:]).log_softmax(-1), self.other(x[:, 1:]).softmax(-1)
+        return F.kl_div(log_p, q, reduction="batchmean")
+
+
+def test_region_is_told_with_its_steps() -> None:
+    torch.compile(Entropies(), backend=Backend())(torch.randn(2, N, D))
+    decisions = greyhound_lowering.explain().decisions
+    assert [each.op for each in decisions] == ["greyhound::row_region"] * 2
+    assert {each.reason for each in decisions} == {
+        "folded log_softmax, softmax, kl_div over 2 projections"
+    }
+
+
+# Sizes of which the plan makes several chunks: 32 MiB of logits at a time on the CPU.
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_chunk_rows_are_those_that_the_op_takes(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    from greyhound_ops import chunking
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(D, 8000)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x)[:, :-1].reshape(-1, 8000), y[:, 1:].reshape(-1))
+
+    taken = []
+    plan = chunking.chunk_rows
+
+    def noted(*args: Any, **kwargs: Any) -> int:
+        taken.append((args[0], plan(*args, **kwargs)))
+        return taken[-1][1]
+
+    monkeypatch.setattr(chunking, "chunk_rows", noted)
+    x = torch.randn(2, 1500, D)
+    for model, inputs in (
+        (Shifted(), (x, torch.randint(0, 8000, (2, 1500)))),
+        (Entropies(D, 8000), (x,)),
+    ):
+        torch._dynamo.reset()
+        greyhound_lowering.clear_report()
+        taken.clear()
+        compiled = torch.compile(model, backend=Backend(chunk_size=None), dynamic=dynamic)
+        compiled(*inputs)
+        (told,) = {each.chunk_rows for each in greyhound_lowering.explain().decisions}
+        # Once for the report, then by the op; rows that the loss drops do not count.
+        assert told is not None
+        assert told < 2998
+        assert set(taken) == {(2998, told)}
+        assert len(taken) >= 2
+
+
+def pictures(report: Report) -> list[ET.Element]:
+    """The drawings of a report's page, which must be well-formed."""
+    page = report.to_html()
+    parts = [part.split("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
+    return [ET.fromstring("<svg" + part) for part in parts]
+
+
+def boxes(picture: ET.Element, *classes: str) -> list[str]:
+    """Titles of the boxes of some classes."""
+    space = "{http://www.w3.org/2000/svg}"
+    found = []
+    for group in picture.iter(f"{space}g"):
+        (box,) = group.iter(f"{space}rect")
+        (title,) = group.iter(f"{space}title")
+        if set(classes) <= set(box.attrib["class"].split()):
+            found.append(str(title.text))
+    return found
+
+
+def test_page_shows_the_graph_before_and_after() -> None:
+    report = compile_two_heads()
+    before, after = pictures(report)
+    assert [each.split(":")[0] for each in boxes(before, "erased")] == ["first", "cross_entropy"]
+    assert [each.split(":")[0] for each in boxes(before, "erased", "wide")] == ["first"]
+    assert any("greyhound::linear_cross_entropy" in each for each in boxes(after, "new"))
+    assert not boxes(after, "erased")
+    # The head that was left is wide in both.
+    for picture in (before, after):
+        assert any(each.startswith("second:") for each in boxes(picture, "wide"))
+
+
+def test_page_of_a_graph_that_was_left() -> None:
+    module, inputs = FORMS["M05"].make(Dims())
+    call(torch.compile(module, backend=Backend()), inputs)
+    (picture,) = pictures(greyhound_lowering.explain())
+    assert boxes(picture, "wide")
+    assert not boxes(picture, "erased")
+
+
+def test_page_of_a_large_graph_is_cut() -> None:
+    class Deep(TwoHeads):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            for _ in range(200):
+                x = x.sin() + 1
+            return super().forward(x, y)
+
+    torch.compile(Deep(), backend=Backend())(torch.randn(N, D), torch.randint(0, V, (N,)))
+    for picture in pictures(greyhound_lowering.explain()):
+        assert 3 < len(boxes(picture)) <= 48
+
+
+def test_page_needs_nothing_from_outside() -> None:
+    page = compile_two_heads().to_html()
+    assert "rewritten" in page
+    assert HERE in page
+    assert "2 readers" in page
+    for outside in ("<script", "<link", "src=", "href=", "url(", "@import"):
+        assert outside not in page
+    assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_page_escapes_what_is_not_ours() -> None:
+    decision = Decision("left", "a < b", "<x>", "<f>:1", None, None, 1, source="x = '<b>' & y")
+    page = Report((decision,)).to_html()
+    for text in ("<x>", "<f>", "<b>", "a < b", "& y"):
+        assert text not in page
+    assert "a &lt; b" in page
+
+
+def test_save(tmp_path: pathlib.Path) -> None:
+    report = compile_two_heads()
+    for name in ("report.html", "report.json", "report.txt"):
+        report.save(tmp_path / name)
+    assert (tmp_path / "report.html").read_text() == report.to_html()
+    assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
+    assert (tmp_path / "report.txt").read_text() == f"{report}\n"
+    with pytest.raises(ValueError, match=r"\.html, \.json, \.txt, got .*report\.pdf"):
+        report.save(tmp_path / "report.pdf")
+
+
+def hints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+
+@pytest.fixture
+def _not_hinted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account, "_hinted", False)
+
+
+@pytest.mark.usefixtures("_not_hinted")
+def test_hint_once_per_process(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        torch._dynamo.reset()
+        module, inputs = FORMS["J01"].make(Dims())
+        call(torch.compile(module, backend=Backend()), inputs)
+    (hint,) = hints(caplog)
+    assert "forms.py:" in hint
+    assert "compile the whole step" in hint
+    assert "returned_logits='nan'" in hint
+
+
+@pytest.mark.usefixtures("_not_hinted")
+def test_no_hint_for_inference(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that makes logits to sample from has no loss to compile with it."""
+    head = nn.Linear(D, V)
+    with torch.no_grad():
+        torch.compile(head, backend=Backend())(torch.randn(N, D))
+    assert greyhound_lowering.explain().left_count == 1
+    assert not hints(caplog)
 
 
 def test_text_of_nothing() -> None:
