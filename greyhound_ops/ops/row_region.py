@@ -165,6 +165,23 @@ def _outputs_of(
     return list(outputs)
 
 
+def body_outputs(
+    text: str, logits: list[Tensor], row_args: list[Tensor], whole_args: list[Tensor]
+) -> list[Tensor]:
+    """What a body makes of some rows, for the rewrite to look at.
+
+    Args:
+        text: Source of the body.
+        logits: Per projection ``[C, V_p]``.
+        row_args: ``[C, ...]``.
+        whole_args: Of any shape.
+
+    Returns:
+        Values ``[C, ...]``.
+    """
+    return _outputs_of(_function(text), logits, row_args, whole_args)
+
+
 # -------------------------------------------------------------------------------------- chunks
 
 

@@ -137,8 +137,10 @@ def grad_is_off(graph: fx.Graph) -> set[fx.Node]:
     return off_nodes
 
 
-def check_unchanged(projection: Projection, loss: fx.Node, operands: Iterable[fx.Node]) -> None:
-    """Decline if an operand is written to between the projection, which read it, and the loss.
+def check_unchanged(
+    first: Projection | fx.Node, loss: fx.Node, operands: Iterable[fx.Node]
+) -> None:
+    """Decline if an operand is written to between a first node, which read it, and the loss.
 
     The op stands where the loss stood and would read the new value.
     """
@@ -147,7 +149,7 @@ def check_unchanged(projection: Projection, loss: fx.Node, operands: Iterable[fx
         for node in operands
         if (value := example(node)) is not None
     }
-    node = projection.node
+    node = first if isinstance(first, fx.Node) else first.node
     while node is not loss:
         node = node.next
         for argument in changed_in_place(node):

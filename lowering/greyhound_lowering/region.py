@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import greyhound_ops.ops  # noqa: F401  registers the op
 from greyhound_lowering import guards
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.follow import step_name
@@ -30,6 +29,7 @@ from greyhound_lowering.projection import Projection, example, find_projection
 from greyhound_lowering.rowwise import Prover, RowWise, SideArgument, Value, same
 from greyhound_lowering.settings import RewriteSettings
 from greyhound_ops import torch_private
+from greyhound_ops.ops import row_region
 
 OP_NAME = "greyhound::row_region"
 
@@ -358,10 +358,59 @@ def rewrite(graph: fx.Graph, first: Projection, settings: RewriteSettings) -> Re
     proved = prover.run()
     if not proved.outputs:
         raise Declined("nothing comes out of the logits")
+    _check_body(region, proved)
     emitter = _Emitter(graph, region, traced, prover, proved, settings)
     emitter.check()
     emitter.emit()
     return region
+
+
+def _check_body(region: Region, proved: RowWise) -> None:
+    """Decline if the body makes other dtypes or sizes of a few rows than the user's code did.
+
+    Type promotion asks for dimensions, which values have fewer of in the body; and a rule that is
+    wrong for an operator of some version of torch shall end here and not in a user's loss.
+    """
+    rows = 3
+
+    def hints(value: Any, labels: str) -> list[int]:
+        sizes = [
+            torch_private.size_hint(size)
+            for size, label in zip(value.shape, labels, strict=True)
+            if label in "c1"
+        ]
+        return [0 if size is None else size for size in sizes]
+
+    def stand_in(argument: SideArgument) -> Tensor:
+        value = argument.node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return torch.zeros((), dtype=torch.float64, device=device)
+        sizes = hints(value, argument.labels)
+        if argument.by_row or (argument.labels and not sizes):
+            sizes = [rows if argument.by_row else 1, *sizes]
+        return torch.zeros(sizes, dtype=value.dtype, device=device)
+
+    logits_values = [value for each in region.seeds if (value := example(each.node)) is not None]
+    device = logits_values[0].device
+    with (
+        torch_private.fake_mode_of(logits_values),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        logits = [
+            torch.zeros(rows, each.shape[projection.class_dim], dtype=each.dtype, device=device)
+            for each, projection in zip(logits_values, region.seeds, strict=True)
+        ]
+        arguments = [
+            [stand_in(each) for each in group] for group in (proved.row_args, proved.whole_args)
+        ]
+        try:
+            made = row_region.body_outputs(proved.body, logits, *arguments)
+        except Exception as error:
+            raise Declined(f"it fails on a chunk of rows ({error})") from error
+    for each, (node, held) in zip(made, proved.outputs, strict=True):
+        if each.dtype != held.dtype or list(each.shape) != [rows, *hints(held, held.labels)]:
+            raise Declined(f"{node.name} is {each.dtype} {list(each.shape)} in a chunk of rows")
 
 
 def _check_seed(projection: Projection, region: Region) -> None:
@@ -478,6 +527,8 @@ class _Emitter:
                 raise Declined("autocast or no_grad changes between parts of the loss")
             late.add(node)
             self.moved.append(node)
+            # It will read its other arguments where the op stands.
+            guards.check_unchanged(node, self.anchor, node.all_input_nodes)
 
     def _state(self, node: fx.Node) -> tuple[bool, tuple[str, ...]]:
         return self._modes[node]
@@ -620,8 +671,12 @@ class _Emitter:
         """For each projection the first one with its weight and bias."""
         seeds = self.region.seeds
         heads = [
-            (each.weight, each.bias, each.weight_is_transposed, each.node in self.off)
-            for each in seeds
+            (
+                *(each.weight, each.bias, each.weight_is_transposed, each.node in self.off),
+                each.node.meta["example_value"].dtype,
+                self.proved.reaches(f"logits[{index}]"),
+            )
+            for index, each in enumerate(seeds)
         ]
         return [heads.index(head) for head in heads] if len(set(heads)) < len(heads) else []
 
@@ -720,6 +775,8 @@ class _Emitter:
 
     def _whole(self, node: fx.Node, argument: SideArgument) -> fx.Node:
         gone = [dim for dim, label in enumerate(argument.labels) if label == "x"]
+        if gone and len(gone) == len(argument.labels):
+            gone = gone[1:]  # a value of no dimensions would count for less in type promotion
         if gone:
             node = self._function(aten.squeeze.dims, node, gone)
         return node

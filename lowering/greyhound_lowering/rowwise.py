@@ -204,6 +204,7 @@ class Prover:
         self._lines: list[str] = []
         self._depends: dict[str, set[str]] = {}
         self._sides: dict[Any, Value] = {}
+        self._row_sizes: dict[tuple[RowOp, ...], list[Any]] = {}
         self.row_args: list[SideArgument] = []
         self.whole_args: list[SideArgument] = []
         self.partial: dict[fx.Node, Value] = {}
@@ -226,6 +227,11 @@ class Prover:
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else [value]
         return any((_elements(each) or 0) > self._wide_elements for each in values)
+
+    def is_wide(self, shape: Sequence[Any]) -> bool:
+        """Whether a value of a shape is too large to leave the chunk."""
+        sizes = [torch_private.size_hint(size) for size in shape]
+        return math.prod(size or 0 for size in sizes) > self._wide_elements
 
     def _find_inside(self) -> set[fx.Node]:
         """Dependent nodes that are wide or read a wide value, and whatever lies between."""
@@ -392,8 +398,9 @@ class Prover:
                 number = _CREATION[target]
             if not isinstance(number, (bool, int, float)):
                 return self.side(node, labels, shape)
+            # Not of no dimensions, or its dtype would count for less.
             name = self.emit(
-                f"torch.ops.aten.full.default([], {_constant(number)}, dtype={value.dtype}, "
+                f"torch.ops.aten.full.default([1], {_constant(number)}, dtype={value.dtype}, "
                 f"device={value.device!r})",
                 (),
             )
@@ -486,6 +493,8 @@ class Prover:
                 spaces.add(value.space)
             for dim, label in enumerate(value.labels):
                 if label == "r":
+                    if not same(shape[offset + dim], value.shape[dim]):
+                        raise Declined("the rows of the logits are repeated")
                     labels[offset + dim] = "r"
                 elif label == "c" and labels[offset + dim] != "r":
                     labels[offset + dim] = "c"
@@ -549,6 +558,32 @@ class Prover:
         own = labels if by_row else "".join("x" if each == "r" else each for each in labels)
         return Value(name, own, shape, by_row, self._space_now, value.dtype)
 
+    def cut(self, value: Value, op: RowOp, labels: str, shape: Sequence[Any]) -> tuple[RowOp, ...]:
+        """What was done to the rows once some of them are taken, too.
+
+        It is done to the hidden states, so the rows must lie in the value as they lie there.
+        """
+        sizes = _row_sizes(value.labels, value.shape)
+        if not value.space:
+            seed = next(iter(self.seeds))
+            self._row_sizes[()] = _row_sizes(self._values[seed].labels, self._values[seed].shape)
+        known = self._row_sizes[value.space]
+        if len(sizes) != len(known) or not all(map(same, sizes, known)):
+            raise Declined("the rows of the logits are cut in a shape of their own")
+        space = (*value.space, op)
+        self._row_sizes[space] = _row_sizes(labels, shape)
+        return space
+
+    def reads_logits(self, name: str) -> bool:
+        """Whether a gradient of a value of the body reaches a tensor from outside it."""
+        pending, seen = [name], {name}
+        while pending:
+            for other in self._depends.get(pending.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    pending.append(other)
+        return any(each not in self._depends for each in seen)
+
     def source(self, node: Any, position: int = 0) -> Value:
         """The first argument of an operator, which depends on the logits."""
         value = self._values.get(node.args[position])
@@ -562,6 +597,10 @@ class _Name(str):
     """A name of the body among the arguments of a call."""
 
     __slots__ = ()
+
+
+def _row_sizes(labels: str, shape: Sequence[Any]) -> list[Any]:
+    return [size for size, label in zip(shape, labels, strict=True) if label == "r"]
 
 
 def _getitem() -> Any:
@@ -717,6 +756,14 @@ def _reduction(prover: Prover, node: Any) -> Value | None:
     if over_rows and operator_name not in _IN_TWO:
         raise Declined(f"{_short(node.target)} works along the rows")
     dtype = _argument(node, "dtype") if name in ("sum", "mean") else None
+    if (
+        over_rows
+        and inner
+        and operator_name in ("amax", "amin")
+        and prover.reads_logits(value.name)
+    ):
+        # Equal largest values share the gradient evenly, wherever they are.
+        raise Declined(f"{_short(node.target)} has a gradient along rows and classes")
     keep = keepdim or over_rows
     made: Tensor = node.meta["val"]
     if not inner:
@@ -741,9 +788,10 @@ def _reduction(prover: Prover, node: Any) -> Value | None:
         return prover.result(node, partial, _reduced(value.labels, dims, keepdim), value.space)
     classes = [dim for dim in dims if value.labels[dim] != "r"]
     shape = tuple(1 if dim in classes else size for dim, size in enumerate(value.shape))
-    prover.partial[node] = Value(
-        partial, _reduced(value.labels, classes, True), shape, True, value.space, partial_dtype
-    )
+    left = _reduced(value.labels, classes, True)
+    if "c" in left and prover.is_wide(shape):
+        raise Declined(f"{_short(node.target)} works along the rows of a value as large as they")
+    prover.partial[node] = Value(partial, left, shape, True, value.space, partial_dtype)
     return None
 
 
@@ -930,8 +978,10 @@ def _select(prover: Prover, node: Any) -> Value:
     dim = node.args[1] % len(value.labels)
     labels = value.labels[:dim] + value.labels[dim + 1 :]
     if value.labels[dim] == "r":
-        row = value.labels[:dim].count("r")
-        space = (*value.space, RowOp("select", row, (node.args[2],)))
+        if not isinstance(node.args[2], int):
+            raise Declined("the rows of the logits are cut at a place known only at run time")
+        op = RowOp("select", value.labels[:dim].count("r"), (node.args[2],))
+        space = prover.cut(value, op, labels, node.meta["val"].shape)
         return prover.result(node, value.name, labels, space)
     name = prover.call(node.target, [_Name(value.name), value.inner(dim), node.args[2]], {})
     return prover.result(node, name, labels, value.space)
@@ -948,8 +998,8 @@ def _slice(prover: Prover, node: Any) -> Value:
     if value.labels[dim] == "r":
         if any(isinstance(each, (fx.Node, torch.SymInt)) for each in (start, stop, step)):
             raise Declined("the rows of the logits are cut at a place known only at run time")
-        row = value.labels[:dim].count("r")
-        space = (*value.space, RowOp("slice", row, (start, stop, step)))
+        op = RowOp("slice", value.labels[:dim].count("r"), (start, stop, step))
+        space = prover.cut(value, op, value.labels, made.shape)
         return prover.result(node, value.name, value.labels, space)
     if any(isinstance(each, fx.Node) for each in (start, stop, step)):
         raise Declined("the classes are cut at a place known only at run time")
@@ -990,20 +1040,26 @@ def _plain(argument: Any) -> Any:
     raise Declined("a size of classes is known only at run time")
 
 
-@_rule("cat.default")
+@_rule("cat.default", "stack.default")
 def _cat(prover: Prover, node: Any) -> Value:
     parts = list(node.args[0])
+    stacks = node.target is aten.stack.default
     guides = [prover._values[each] for each in parts if each in prover._values]
     guides = [each for each in guides if isinstance(each, Value)]
     if not guides:
         raise Declined("cat reads a value that mixes rows")
     guide = guides[0]
     prover._space_now = guide.space
-    dim = (_argument(node, "dim") or 0) % len(guide.labels)
-    if guide.labels[dim] == "r":
+    dim = (_argument(node, "dim") or 0) % (len(guide.labels) + int(stacks))
+    labels = guide.labels
+    if stacks:
+        inner = int(guide.by_row) + sum(each != "r" for each in labels[:dim])
+    elif labels[dim] == "r":
         raise Declined("cat puts rows behind rows")
-    # A part of size one along the dimension is as good as one of more.
-    labels = "".join("c" if i == dim else each for i, each in enumerate(guide.labels))
+    else:
+        inner = guide.inner(dim)
+        # A part of size one along the dimension is as good as one of more.
+        labels = "".join("c" if i == dim else each for i, each in enumerate(labels))
     names = []
     for part in parts:
         value = prover.operand(part, labels, guide.shape)
@@ -1013,7 +1069,9 @@ def _cat(prover: Prover, node: Any) -> Value:
         if value.space != guide.space:
             raise Declined("the rows of the logits are read in two ways")
         names.append(_Name(value.name))
-    name = prover.call(node.target, [names, guide.inner(dim)], {})
+    name = prover.call(node.target, [names, inner], {})
+    if stacks:
+        labels = labels[:dim] + ("1" if len(parts) == 1 else "c") + labels[dim:]
     return prover.result(node, name, labels, guide.space)
 
 
