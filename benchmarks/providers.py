@@ -557,6 +557,7 @@ PROVIDERS = {
             "case",
             _build_rewritten,
             "greyhound_lowering",
+            losses=BOTH_LOSSES,
         ),
         Provider(
             "rewritten_weight",
@@ -564,6 +565,7 @@ PROVIDERS = {
             "weight",
             _build_rewritten_weight,
             "greyhound_lowering",
+            losses=BOTH_LOSSES,
         ),
         Provider(
             "liger",

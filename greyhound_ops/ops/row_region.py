@@ -1050,3 +1050,30 @@ OP.flops(_flops)
 OP_BACKWARD.implement(_backward_rows, _fake_backward)
 OP_BACKWARD.autograd(*gradients.refuse_twice(OP.name))
 OP_BACKWARD.flops(_flops_backward)
+
+
+# ------------------------------------------------------------------------ value and gradient apart
+
+OP_VALUE = Op("with_gradient_of(Tensor value, Tensor source) -> Tensor")
+
+
+def _value(value: Tensor, source: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _fake_value(value: Tensor, source: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _setup_value(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.source_dtype = inputs[1].dtype
+
+
+def _backward_value(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    # The source has the same value up to rounding, and the gradient that the value lacks.
+    return grad, None if grad is None else grad.to(ctx.source_dtype)
+
+
+OP_VALUE.implement(_value, _fake_value)
+OP_VALUE.autograd(_setup_value, _backward_value)

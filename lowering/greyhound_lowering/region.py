@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -26,9 +26,20 @@ from greyhound_lowering import guards
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.follow import step_name
 from greyhound_lowering.projection import Projection, example, find_projection
-from greyhound_lowering.rowwise import Prover, RowWise, SideArgument, Value, same
+from greyhound_lowering.rowwise import (
+    CREATION,
+    Prover,
+    RowWise,
+    SideArgument,
+    Value,
+    filled_with,
+    same,
+)
 from greyhound_lowering.settings import RewriteSettings
 from greyhound_ops import torch_private
+
+if TYPE_CHECKING:
+    from greyhound_lowering.forward_gradients import Coefficients
 from greyhound_ops.ops import row_region
 
 OP_NAME = "greyhound::row_region"
@@ -345,9 +356,28 @@ def rewrite(graph: fx.Graph, first: Projection, settings: RewriteSettings) -> Re
     Raises:
         Declined: If that would not be safe; the graph is then as it was.
     """
+    from greyhound_lowering import forward_gradients
+
     region = grow(graph, first)
     for projection in region.seeds:
         _check_seed(projection, region)
+    whole = forward_gradients.with_tail(graph, region)
+    if whole is not None:
+        try:
+            if _rewrite(graph, whole, settings, in_forward=True):
+                return whole
+        except Declined:
+            pass  # the region alone may still do
+    _rewrite(graph, region, settings, in_forward=False)
+    return region
+
+
+def _rewrite(
+    graph: fx.Graph, region: Region, settings: RewriteSettings, *, in_forward: bool
+) -> bool:
+    """Rewrite a region; with ``in_forward`` only if its gradients can be made in the forward."""
+    from greyhound_lowering import forward_gradients
+
     traced = trace(graph, region)
     seeds = {
         traced.placeholders[index]: projection.class_dim
@@ -359,10 +389,15 @@ def rewrite(graph: fx.Graph, first: Projection, settings: RewriteSettings) -> Re
     if not proved.outputs:
         raise Declined("nothing comes out of the logits")
     _check_body(region, proved)
-    emitter = _Emitter(graph, region, traced, prover, proved, settings)
+    known = None
+    if in_forward:
+        known = forward_gradients.coefficients(region, traced, prover, proved)
+        if known is None:
+            return False
+    emitter = _Emitter(graph, region, traced, prover, proved, settings, known)
     emitter.check()
     emitter.emit()
-    return region
+    return True
 
 
 def _check_body(region: Region, proved: RowWise) -> None:
@@ -439,7 +474,10 @@ class _Emitter:
         prover: Prover,
         proved: RowWise,
         settings: RewriteSettings,
+        known: Coefficients | None = None,
     ) -> None:
+        self.known = known
+        self.total: fx.Node | None = None
         self.graph, self.region, self.traced = graph, region, traced
         self.prover, self.proved, self.settings = prover, proved, settings
         self.made: dict[fx.Node, Any] = {}  # traced node to node of the graph
@@ -573,8 +611,17 @@ class _Emitter:
             )
         if grad_off:
             graph.call_function(torch._C._set_grad_enabled, (True,))
+        from greyhound_lowering import forward_gradients
+
         self._emit_op()
         results = [self._after(result) for result in self.traced.results]
+        if self.total is not None:
+            # Its value as the user wrote it; its gradient by way of the op.
+            loss = forward_gradients.loss_of(self.region)
+            assert loss is not None
+            results[loss] = self._function(
+                torch.ops.greyhound.with_gradient_of.default, results[loss], self.total
+            )
         if grad_off:
             graph.call_function(torch._C._set_grad_enabled, (False,))
         if switched is not None:
@@ -642,7 +689,7 @@ class _Emitter:
             self.proved.body,
             ",".join(dtypes),
             has_bias,
-            [],
+            [] if self.known is None else self._coefficients(self.known),
             chunk_size=self.settings.chunk_size,
             grad_weight_accum_dtype=self.settings.grad_weight_accum_dtype,
             need_grad_inputs=needs["inputs"],
@@ -654,6 +701,8 @@ class _Emitter:
             grads_are_private=True,  # only outputs and total are read from here on
         )
         outputs = self._function(operator.getitem, parts, 0)
+        if self.known is not None:
+            self.total = self._function(operator.getitem, parts, 1)
         for index, (node, held) in enumerate(self.proved.outputs):
             out = self._function(operator.getitem, outputs, index)
             out = self._restore(out, held)
@@ -666,6 +715,45 @@ class _Emitter:
                 if held.dtype != wanted and wanted.is_floating_point:
                     out = self._function(aten._to_copy.default, out, dtype=wanted)
             self.made[node] = out
+
+    def _coefficients(self, known: Coefficients) -> list[fx.Node]:
+        """What each value per row is worth to the loss, in the body's shapes."""
+        made: dict[fx.Node, Any] = {}
+        for place, node in zip(known.placeholders, known.inputs, strict=True):
+            if place not in known.shells:
+                made[place] = self._before(node)
+        for node in known.graph.nodes:
+            if node.op != "call_function" or node in known.shells:
+                continue
+            if node.args and node.args[0] in known.shells:
+                # A size of a value that is yet to be made.
+                _, value = self.proved.outputs[known.shells[node.args[0]]]
+                if node.target is aten.sym_size.int:
+                    made[node] = self._size(value.shape[node.args[1]])
+                    continue
+                made[node] = 1
+                for size in value.shape:
+                    made[node] = self._function(operator.mul, made[node], self._size(size))
+                continue
+            made[node] = self._function(
+                node.target,
+                *fx.map_arg(node.args, made.__getitem__),
+                **fx.map_arg(node.kwargs, made.__getitem__),
+            )
+        nodes = []
+        for (_, value), result in zip(self.proved.outputs, known.results, strict=True):
+            if result is None:
+                nodes.append(self._function(torch.empty, (0,), device=self._device()))
+                continue
+            node = self._function(aten.detach.default, made[result])
+            rows = [dim for dim, label in enumerate(value.labels) if label == "r"]
+            order = rows + value.rest
+            if order != sorted(order):
+                node = self._function(aten.permute.default, node, order)
+            if len(rows) > 1:
+                node = self._function(torch.flatten, node, 0, len(rows) - 1)
+            nodes.append(node)
+        return nodes
 
     def _same_heads(self) -> list[int]:
         """For each projection the first one with its weight and bias."""
@@ -811,6 +899,18 @@ class _Emitter:
             for size in node.args[0].meta["val"].shape:
                 number = self._function(operator.mul, number, self._size(size))
             return number
+        if node.target in CREATION and any(
+            each in self.prover.dependent for each in node.all_input_nodes
+        ):
+            # The size of a value that is no more, filled with a number.
+            made: Tensor = node.meta["val"]
+            sizes = [self._size(size) for size in made.shape]
+            number = filled_with(node)
+            if not isinstance(number, (bool, int, float)):
+                raise Declined("a value is filled with a number known only at run time")
+            return self._function(
+                aten.full.default, sizes, number, dtype=made.dtype, device=made.device
+            )
         if node.op == "get_attr":
             raise Declined("a constant stands in the loss")
         args = fx.map_arg(node.args, convert)

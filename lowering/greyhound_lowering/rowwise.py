@@ -48,10 +48,17 @@ _ALSO_POINTWISE = {
 #: Keyword arguments that say how a result lies in memory, which a chunk decides anew.
 _DROPPED = ("memory_format", "layout", "pin_memory", "non_blocking")
 
-_CREATION = {
+CREATION = {
     aten.full.default: 1, aten.full_like.default: 1, aten.zeros.default: 0, aten.ones.default: 1,
     aten.zeros_like.default: 0, aten.ones_like.default: 1,
 }  # fmt: skip
+
+
+def filled_with(node: Any) -> Any:
+    """The number that an operator of `CREATION` fills its result with."""
+    if node.target in (aten.full.default, aten.full_like.default):
+        return node.args[1] if len(node.args) > 1 else None
+    return CREATION[node.target]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +226,8 @@ class Prover:
         for node in self.graph.nodes:
             if node.op != "call_function" or not _holds_tensor(node):
                 continue  # sizes are known from outside
+            if node.target in CREATION:
+                continue  # of a value it reads the size only
             if any(argument in found for argument in node.all_input_nodes):
                 found.add(node)
         return found
@@ -276,6 +285,8 @@ class Prover:
                 made = self._visit(node)
                 if made is not None:
                     self._values[node] = made
+            elif node in self.dependent and node.op == "call_function":
+                self._take_in(node)
         outputs = self._find_outputs()
         spaces = {value.space for _, value in outputs}
         if len(spaces) > 1:
@@ -283,11 +294,13 @@ class Prover:
         space = spaces.pop() if spaces else ()
         self._check_spaces(space)
         returned = ", ".join(value.name for _, value in outputs)
-        body = "\n    ".join(
-            ["def body(logits, row_args, whole_args):", *self._lines, f"return [{returned}]"]
+        # On one line: Inductor quotes the arguments of a node in comments of the code it writes, and
+        # a comment ends where its line does.
+        body = "def body(logits, row_args, whole_args): " + "; ".join(
+            [*self._lines, f"return [{returned}]"]
         )
         return RowWise(
-            body + "\n",
+            body,
             self.row_args,
             self.whole_args,
             outputs,
@@ -295,6 +308,31 @@ class Prover:
             space,
             self._depends,
         )
+
+    def _take_in(self, node: fx.Node) -> None:
+        """Compute a value per row in the chunk as well, where that can be.
+
+        What is left behind the op is then mostly a weighted sum, whose gradient can be made in the
+        forward: the square of a log-sum-exp, the weight of a focal loss.
+        """
+        inputs = [each for each in node.all_input_nodes if each in self.dependent]
+        if any(each not in self._values for each in inputs):
+            return
+        before = (
+            len(self._lines), dict(self._depends), dict(self._sides), list(self.row_args),
+            list(self.whole_args), dict(self.partial),
+        )  # fmt: skip
+        try:
+            made = self._visit(node)
+            values = made if isinstance(made, list) else [made]
+            if made is None or all("r" in each.labels for each in values):
+                if made is not None:
+                    self._values[node] = made
+                return
+        except Declined:
+            pass
+        lines, self._depends, self._sides, self.row_args, self.whole_args, self.partial = before
+        del self._lines[lines:]
 
     def _find_outputs(self) -> list[tuple[fx.Node, Value]]:
         outputs: list[tuple[fx.Node, Value]] = []
@@ -383,19 +421,21 @@ class Prover:
     def _is_made_inside(self, node: Any) -> bool:
         elements = _elements(node.meta.get("val"))
         target: Any = node.target
-        if node.op != "call_function" or elements is None or elements < self._full_elements:
+        if node.op != "call_function" or elements is None:
             return False
-        return target in _CREATION or target is aten.expand.default or _is_plain_pointwise(target)
+        if target in CREATION and any(each in self.dependent for each in node.all_input_nodes):
+            return True
+        if elements < self._full_elements:
+            return False
+        return target in CREATION or target is aten.expand.default or _is_plain_pointwise(target)
 
     def _make_inside(self, node: Any, labels: str, shape: Sequence[Any]) -> Value:
         """A wide value that does not depend on the logits, made for each chunk."""
         value: Tensor = node.meta["val"]
         target: Any = node.target
         own_labels, own_shape = _aligned(value, labels, shape)
-        if target in _CREATION:
-            number = node.args[1] if len(node.args) > 1 else None
-            if target not in (aten.full.default, aten.full_like.default):
-                number = _CREATION[target]
+        if target in CREATION:
+            number = filled_with(node)
             if not isinstance(number, (bool, int, float)):
                 return self.side(node, labels, shape)
             # Not of no dimensions, or its dtype would count for less.
