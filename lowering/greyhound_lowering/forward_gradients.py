@@ -26,7 +26,6 @@ _MOST_NODES = 64
 
 #: Operators that read the size of a value only.
 SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
-_SAME_SIZE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 _NEVER = ("dropout", "rand", "bernoulli", "normal", "multinomial")
 
@@ -94,15 +93,14 @@ class Coefficients:
         placeholders: By the same order.
         results: For each output of the body the node that holds its coefficients, in the shape of
             the value, or None where it gets no gradient.
-        shells: Nodes of the graph that stand for an output of the body, by its position; only their
-            sizes are read.
+        unknown: Nodes of the graph that depend on the body's outputs; only their sizes are read.
     """
 
     graph: fx.Graph
     inputs: list[fx.Node]
     placeholders: list[fx.Node]
     results: list[fx.Node | None]
-    shells: dict[fx.Node, int]
+    unknown: set[fx.Node]
 
 
 def coefficients(
@@ -145,16 +143,11 @@ def coefficients(
         return None  # the backward makes the gradients then, as it can for everything
     graph.eliminate_dead_code()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    shells: dict[fx.Node, int] = {}
-    for index, place in enumerate(placeholders[: len(proved.outputs)]):
-        shells[place] = index
+    unknown = set(placeholders[: len(proved.outputs)])
     for node in graph.nodes:
-        if not any(each in shells for each in node.all_input_nodes) or node.op == "output":
-            continue
-        if node.target in _SAME_SIZE:
-            shells[node] = shells[node.args[0]]
-        elif node.target not in SIZES:
-            return None  # it reads a value, which is known only behind the op
+        reads = any(each in unknown for each in node.all_input_nodes)
+        if reads and node.op == "call_function" and node.target not in SIZES:
+            unknown.add(node)
     for node in graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
@@ -163,10 +156,12 @@ def coefficients(
     (output,) = (node for node in graph.nodes if node.op == "output")
     results: list[fx.Node | None] = [None] * len(proved.outputs)
     for index, node in zip(values, output.args[0], strict=True):
+        if node in unknown:
+            return None  # it reads a value, which is known only behind the op
         results[index] = node
     if all(node is None for node in results):
         return None
-    return Coefficients(graph, inputs, placeholders, results, shells)
+    return Coefficients(graph, inputs, placeholders, results, unknown)
 
 
 def _tail(result: fx.Node, prover: Prover, proved: RowWise) -> tuple[fx.GraphModule, list[fx.Node]]:
@@ -186,9 +181,8 @@ def _tail(result: fx.Node, prover: Prover, proved: RowWise) -> tuple[fx.GraphMod
             return copies[node]
         if node in proved.partial:
             # As the emitter writes it behind the op.
-            made = graph.call_function(
-                node.target, (places[node], *node.args[1:]), dict(node.kwargs)
-            )
+            target: Any = node.target
+            made = graph.call_function(target, (places[node], *node.args[1:]), dict(node.kwargs))
             wanted = node.meta["val"].dtype
             if held[node] != wanted and wanted.is_floating_point:
                 made = graph.call_function(

@@ -720,19 +720,19 @@ class _Emitter:
         """What each value per row is worth to the loss, in the body's shapes."""
         made: dict[fx.Node, Any] = {}
         for place, node in zip(known.placeholders, known.inputs, strict=True):
-            if place not in known.shells:
+            if place not in known.unknown:
                 made[place] = self._before(node)
         for node in known.graph.nodes:
-            if node.op != "call_function" or node in known.shells:
+            if node.op != "call_function" or node in known.unknown:
                 continue
-            if node.args and node.args[0] in known.shells:
+            if node.args and node.args[0] in known.unknown:
                 # A size of a value that is yet to be made.
-                _, value = self.proved.outputs[known.shells[node.args[0]]]
+                shape = node.args[0].meta["val"].shape
                 if node.target is aten.sym_size.int:
-                    made[node] = self._size(value.shape[node.args[1]])
+                    made[node] = self._size(shape[node.args[1]])
                     continue
                 made[node] = 1
-                for size in value.shape:
+                for size in shape:
                     made[node] = self._function(operator.mul, made[node], self._size(size))
                 continue
             made[node] = self._function(

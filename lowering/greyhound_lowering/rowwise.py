@@ -294,8 +294,8 @@ class Prover:
         space = spaces.pop() if spaces else ()
         self._check_spaces(space)
         returned = ", ".join(value.name for _, value in outputs)
-        # On one line: Inductor quotes the arguments of a node in comments of the code it writes, and
-        # a comment ends where its line does.
+        # On one line: Inductor quotes the arguments of a node in comments of the code it writes,
+        # and a comment ends where its line does.
         body = "def body(logits, row_args, whole_args): " + "; ".join(
             [*self._lines, f"return [{returned}]"]
         )
