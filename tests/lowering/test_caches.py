@@ -14,11 +14,11 @@ from lowering.rewriting import run_python
 CODE = """
 import json, torch, greyhound_lowering
 from torch._dynamo.utils import counters
-from lowering.forms import FORMS, Dims
-module, inputs = FORMS["A02"].make(Dims())
+from lowering.forms import FORMS, Dims, loss_of
+module, inputs = FORMS["{form}"].make(Dims())
 compiled = torch.compile(module, {arguments})
-loss = compiled(*inputs)
-loss.backward()
+loss = loss_of(compiled(*inputs))
+(loss * 1.7).backward()
 with torch.profiler.profile() as profile:
     compiled(*inputs)
 report = greyhound_lowering.explain()
@@ -26,6 +26,7 @@ print("RESULT", json.dumps(dict(
     loss=loss.item(),
     grads=[parameter.grad.flatten().tolist() for parameter in module.parameters()],
     ran_op=any("greyhound" in event.name for event in profile.events()),
+    ops=[each.op for each in report.decisions],
     rewritten=report.rewritten_count,
     left=report.left_count,
     avoided=report.logits_bytes_avoided,
@@ -34,6 +35,7 @@ print("RESULT", json.dumps(dict(
 )))
 """
 
+EAGER = 'backend="eager"'
 PLAIN = 'backend="inductor"'
 REWRITTEN = (
     'backend="greyhound", options={"greyhound.min_logits_bytes": 0, "greyhound.chunk_size": 5}'
@@ -43,9 +45,11 @@ SWITCHED_OFF = (
 )
 
 
-def run_with_cache(arguments: str, cache: pathlib.Path, **env: str) -> dict[str, Any]:
+def run_with_cache(
+    arguments: str, cache: pathlib.Path, form: str = "A02", **env: str
+) -> dict[str, Any]:
     surroundings = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **env}
-    done = run_python(CODE.format(arguments=arguments), env=surroundings)
+    done = run_python(CODE.format(arguments=arguments, form=form), env=surroundings)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
@@ -87,3 +91,17 @@ def test_one_cache_shared_by_plain_and_rewritten_runs(tmp_path: pathlib.Path) ->
     assert off["left"] == 1
     forbidden = run_with_cache(REWRITTEN, tmp_path, GREYHOUND_REWRITE="0")
     assert not forbidden["ran_op"]
+
+
+def test_region_from_a_warm_cache(tmp_path: pathlib.Path) -> None:
+    """Its body is text in the graph: another process needs nothing that the first one knew."""
+    cold = run_with_cache(REWRITTEN, tmp_path, "E06")
+    assert cold["ops"] == ["greyhound::row_region"]
+    assert cold["hits"] == 0
+    warm = run_with_cache(REWRITTEN, tmp_path, "E06")
+    assert warm["hits"] > 0, "the cache was not warm: this shows nothing"
+    assert warm["misses"] == 0
+    assert warm["ran_op"]
+    for name in ("loss", "grads", "ops", "rewritten", "avoided"):
+        assert warm[name] == cold[name], name
+    assert_same_numbers(cold, run_with_cache(EAGER, tmp_path, "E06"))
