@@ -189,25 +189,37 @@ def check_operands(operands: Iterable[fx.Node]) -> None:
         raise Declined(f"device {next(iter(devices))} is not supported")
 
 
-def logits_bytes(logits: Logits) -> int | None:
-    """Bytes of the logits at the sizes the graph was traced with, or None if unknown."""
-    value = example(logits.projection.node)
-    assert value is not None
+def tensor_bytes(value: torch.Tensor) -> int | None:
+    """Bytes of a tensor at the sizes the graph was traced with, or None if unknown."""
     sizes = [torch_private.size_hint(size) for size in value.shape]
     if any(size is None for size in sizes):
         return None
     return math.prod(size for size in sizes if size is not None) * value.dtype.itemsize
 
 
+def logits_bytes(logits: Logits) -> int | None:
+    """Bytes of the logits at the sizes the graph was traced with, or None if unknown."""
+    value = example(logits.projection.node)
+    assert value is not None
+    return tensor_bytes(value)
+
+
 def check_pays(logits: Logits, settings: RewriteSettings) -> None:
     """Decline where there is too little to save."""
     check_wide(logits.projection)
-    size, least = logits_bytes(logits), settings.min_logits_bytes
+    value = example(logits.projection.node)
+    assert value is not None
+    check_bytes(value, settings)
+
+
+def check_bytes(logits: torch.Tensor, settings: RewriteSettings) -> None:
+    """Decline logits too small to pay."""
+    size, least = tensor_bytes(logits), settings.min_logits_bytes
     if least is None:
         # Logits that fit one chunk would all be held at once as before, and the op's launches take
         # the host longer than a compiled graph's: 1.1 to 2 times its time up to 250 MiB of logits
         # on an H200 (docs/performance.md, "Small shapes").
-        least = chunking.one_chunk_bytes(logits.value.device.type)
+        least = chunking.one_chunk_bytes(logits.device.type)
     if size is not None and size < least:
         raise Declined(
             f"the logits take {size / 2**20:.2f} MiB, less than min_logits_bytes = "

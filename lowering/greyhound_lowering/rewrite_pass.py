@@ -20,6 +20,7 @@ from greyhound_lowering import (
     plan,
     region,
     returned_logits,
+    stacked_heads,
 )
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.projection import (
@@ -85,10 +86,11 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         if not heads and not batched:
             return
         number = account.next_graph()
-        if batched:
-            account.add(_left_batched(batched, number))
         before, nodes_before = str(graph), drawing.nodes_of(graph)
-        decisions: list[Decision] = []
+        decisions = self._decide_stacked(graph, batched, number)
+        for decision in decisions:
+            account.add(decision)
+        decisions = [each for each in decisions if each.verdict == "rewritten"]
         for node in heads:
             if node not in graph.nodes:
                 continue  # rewritten with another head
@@ -108,6 +110,30 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
         if decisions:
             names = [decision.node for decision in decisions]
             account.draw(drawing.compare(number, names, nodes_before, drawing.nodes_of(graph)))
+
+    def _decide_stacked(self, graph: fx.Graph, nodes: list[fx.Node], number: int) -> list[Decision]:
+        """Rewrite products with stacked heads, one line for all that are left."""
+        made, left = [], []
+        for node in nodes:
+            described = _described_stacked(node, number)
+            known_ops = set(plan.op_nodes(graph))
+            try:
+                if "cross_entropy" not in self.settings.kinds:
+                    raise Declined("the kind cross_entropy is switched off")
+                stacked_heads.rewrite(graph, node, self.settings)
+            except Declined:
+                left.append(node)
+            else:
+                made.append(
+                    Decision(
+                        "rewritten",
+                        "folded cross_entropy over stacked heads",
+                        op=stacked_heads.OP_NAME,
+                        chunk_rows=_chunk_rows(graph, known_ops),
+                        **described,
+                    )
+                )
+        return [*made, _left_batched(left, number)] if left else made
 
     def _decide(self, graph: fx.Graph, projection: Projection, number: int) -> list[Decision]:
         """Rewrite one projection if that is safe; nothing for one that is no loss head at all."""
@@ -242,21 +268,29 @@ def _chunk_rows(graph: fx.Graph, known_ops: set[fx.Node]) -> int | None:
     return plan.chunk_rows(new[0]) if new else None
 
 
+def _described_stacked(node: fx.Node, number: int) -> dict[str, Any]:
+    """What a decision says of a product with stacked heads."""
+    value = example(node)
+    shape = "?" if value is None else list(value.shape)
+    return {
+        "projection": f"{follow.step_name(node)} -> {shape}",
+        "location": location(node),
+        "logits_bytes": None if value is None else guards.tensor_bytes(value),
+        "graph": number,
+        "source": source_line(node),
+        "node": node.name,
+    }
+
+
 def _left_batched(nodes: list[fx.Node], number: int) -> Decision:
     """One line for all products with stacked matrices: a model has one or two per layer."""
-    value = example(nodes[0])
-    shape = "?" if value is None else list(value.shape)
+    described = {**_described_stacked(nodes[0], number), "logits_bytes": None}
     return Decision(
         "left",
         "its second operand is a stack of matrices, not one [V, D] weight"
         + (f" (and {len(nodes) - 1} more like it)" if len(nodes) > 1 else ""),
-        projection=f"{follow.step_name(nodes[0])} -> {shape}",
-        location=location(nodes[0]),
         op=None,
-        logits_bytes=None,
-        graph=number,
-        source=source_line(nodes[0]),
-        node=nodes[0].name,
+        **described,
     )
 
 
