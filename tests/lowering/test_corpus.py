@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import greyhound_lowering
+from lowering import table
 from lowering.forms import FORMS, Dims, Form
 from lowering.rewriting import SLACK, Backend, assert_left, assert_rewritten, check, reasons
 
@@ -49,11 +50,26 @@ def judge(form: Form, backend: Backend, dims: Dims) -> None:
         assert_left(backend)
 
 
+def judge_page(form: Form) -> None:
+    """Check what docs/forms.md says of the form that was compiled last, with static shapes."""
+    if table.is_made_by_this_torch():
+        line = table.row(form, greyhound_lowering.explain().decisions)
+        assert line in table.committed_lines(), f"write docs/forms.md anew: {line}"
+
+
+def test_page_of_forms_is_complete() -> None:
+    lines = [line for line in table.PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {id}" for id in FORMS]
+    assert table.counts(lines[2:]) in table.committed_lines()
+
+
 @dynamic_or_not
 @forms(OWN)
 def test_own_form(form: Form, dynamic: bool) -> None:
     dims = Dims()
     judge(form, check(lambda: form.make(dims), dynamic=dynamic), dims)
+    if not dynamic:
+        judge_page(form)
 
 
 @forms(HUGGING_FACE)
@@ -61,6 +77,7 @@ def test_hugging_face_form(form: Form) -> None:
     pytest.importorskip("transformers", reason="forms K need transformers")
     dims = Dims()
     judge(form, check(lambda: form.make(dims)), dims)
+    judge_page(form)
 
 
 def test_hugging_face_form_with_dynamic_shapes() -> None:

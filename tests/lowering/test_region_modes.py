@@ -106,7 +106,7 @@ def test_rewritten_inside_an_activation_checkpoint() -> None:
 
 
 def test_rewritten_inside_a_nested_compile_region() -> None:
-    """Without Inductor: its CPU code for such a region, ours or not, reuses a buffer too early."""
+    """Without Inductor, whose code for it has wrong gradients without the rewrite too."""
     plain = run(*make(Nested))
     module, inputs = make(Nested)
     value = run(module, inputs, compiled=torch.compile(module, backend=Backend()))
