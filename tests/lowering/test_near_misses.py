@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import greyhound_lowering
-from lowering.rewriting import Backend, assert_left, check, reasons, run
+from lowering.rewriting import SLACK, Backend, assert_left, check, reasons, run
 
 N, D, V = 12, 8, 37
 
@@ -206,9 +206,11 @@ MIXED = {"hook on the logits"}
 
 @pytest.mark.parametrize("body", [pair[0] for pair in NEVER.values()], ids=NEVER)
 def test_right_as_a_region_or_left(body: Body, request: pytest.FixtureRequest) -> None:
-    backend = check(make(body))  # compares losses and gradients
-    assert not backend.op_nodes
     name = request.node.callspec.id
+    # A gradient that passes through bf16 is rounded there, before the upstream or after it.
+    slack = SLACK[torch.bfloat16] if "bfloat16" in name else None
+    backend = check(make(body), slack=slack)  # compares losses and gradients
+    assert not backend.op_nodes
     if name in MIXED or not backend.region_nodes:
         assert_left(backend)
 
