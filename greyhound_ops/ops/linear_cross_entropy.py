@@ -417,9 +417,7 @@ def planned_rows(call: Any) -> int:
         call.bias,
         needs,
         GradientNeeds(False, False, False) if recomputed else needs,
-        compute_dtype=validation.resolve_compute_dtype(
-            call.input, call.weight, call.compute_dtype
-        ),
+        compute_dtype=validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype),
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,
