@@ -43,30 +43,38 @@ class CrossEntropy:
     label_smoothing: float
 
 
-def read_loss(logits: Logits, node: fx.Node) -> CrossEntropy:
+def read_loss(
+    node: fx.Node, logits: fx.Node, class_dim: int, *, log_softmax: bool = False
+) -> CrossEntropy:
     """Read a loss node.
 
+    Args:
+        node: The loss.
+        logits: What it should read.
+        class_dim: Which dimension of the logits is the vocabulary.
+        log_softmax: Whether they are log-probabilities.
+
     Raises:
-        Declined: If it is not a cross entropy of the followed logits against class indices.
+        Declined: If it is not a cross entropy of these logits against class indices.
     """
     name = step_name(node)
     names = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"]
     if name == "cross_entropy":
         names.append("label_smoothing")
     values = dict(zip(names, _arguments(node, *names), strict=False))
-    if values["input"] is not logits.node:
+    if values["input"] is not logits:
         raise Declined(f"the logits are not the input of {name}")
-    if name == "cross_entropy" and logits.log_softmax:
+    if name == "cross_entropy" and log_softmax:
         # log_softmax is idempotent, but only in exact arithmetic: leave odd code as it is.
         raise Declined("cross_entropy of log-probabilities")
-    if name == "nll_loss" and not logits.log_softmax:
+    if name == "nll_loss" and not log_softmax:
         raise Declined("nll_loss of plain logits")
-    target, scores = example(values["target"]), logits.value
-    if target is None:
+    target, scores = example(values["target"]), example(logits)
+    if target is None or scores is None:
         raise Declined(f"the target of {name} has no recorded shape")
     if target.dtype != torch.int64:
         raise Declined(f"targets are {target.dtype}: probabilities, not classes")
-    if logits.class_dim != (0 if scores.dim() == 1 else 1):
+    if class_dim != (0 if scores.dim() == 1 else 1):
         raise Declined("the loss reads another dimension than the vocabulary as classes")
     if target.dim() != scores.dim() - 1:
         raise Declined("the target has another number of dimensions than the rows")
@@ -96,7 +104,7 @@ def rewrite(graph: fx.Graph, logits: Logits, node: fx.Node, settings: RewriteSet
     Raises:
         Declined: If that would not be safe; the graph is then as it was.
     """
-    loss = read_loss(logits, node)
+    loss = read_loss(node, logits.node, logits.class_dim, log_softmax=logits.log_softmax)
     scale, cap = scale_and_cap(logits)
     projection = logits.projection
     operands = [projection.hidden, projection.weight]

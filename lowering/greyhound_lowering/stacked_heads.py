@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import fx
 
-from greyhound_lowering import guards
+from greyhound_lowering import cross_entropy, guards
 from greyhound_lowering.declined import Declined
 from greyhound_lowering.follow import step_name
 from greyhound_lowering.projection import _arguments, example
@@ -41,6 +41,8 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
     Raises:
         Declined: If it is anything else; the graph is then as it was.
     """
+    if node.kwargs.get("out") is not None:
+        raise Declined("the product is written to a buffer of the caller's")
     hidden, weight = _arguments(node, "input", "mat2")[:2]
     if weight is None:
         weight = node.kwargs.get("other")
@@ -57,33 +59,23 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
     if classes <= hidden_size:
         raise Declined(f"{classes} classes are no more than the hidden size {hidden_size}")
     guards.check_graph(graph)
-    passed, loss = _follow(node)
-    names = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"]
-    values = dict(zip(names, _arguments(loss, *names, "label_smoothing")[:7], strict=True))
-    smoothing = _arguments(loss, *names, "label_smoothing")[7] or 0.0
-    scores, target = example(values["input"]), example(values["target"])
-    if values["input"] is not passed[-1] or scores is None or target is None:
-        raise Declined("the logits of stacked heads are not what the loss reads")
-    if scores.dim() != 2 or not same(scores.shape[1], classes):
+    passed, node_of_loss = _follow(node)
+    scores = example(passed[-1])
+    if scores is None or scores.dim() != 2 or not same(scores.shape[1], classes):
         raise Declined("the logits of stacked heads are read in another shape")
-    if target.dim() != 1 or target.dtype != torch.int64:
-        raise Declined("targets of stacked heads that are no vector of classes")
-    if values["weight"] is not None or values["size_average"] or values["reduce"]:
+    loss = cross_entropy.read_loss(node_of_loss, passed[-1], 1)
+    if loss.class_weight is not None:
         raise Declined("class weights over stacked heads")
-    reduction = values["reduction"] or "mean"
-    ignore_index = -100 if values["ignore_index"] is None else values["ignore_index"]
-    if reduction not in ("mean", "sum") or not isinstance(ignore_index, int):
-        raise Declined(f"reduction {reduction!r} over stacked heads")
-    if not isinstance(smoothing, (int, float)):
-        raise Declined("an option of the loss is not a number")
+    if loss.reduction == "none":
+        raise Declined("a loss per row over stacked heads")
     guards.check_bytes(logits, settings)
-    guards.check_operands([hidden, weight, values["target"]])
-    guards.check_unchanged(node, loss, [hidden, weight])
+    guards.check_operands([hidden, weight, loss.target])
+    guards.check_unchanged(node, node_of_loss, [hidden, weight])
     off = guards.grad_is_off(graph)
-    result = example(loss)
+    result = example(node_of_loss)
     assert result is not None
-    flows = result.requires_grad and not any(each in off for each in (node, *passed, loss))
-    with graph.inserting_before(loss):
+    flows = result.requires_grad and not any(each in off for each in (*passed, node_of_loss))
+    with graph.inserting_before(node_of_loss):
         given = []
         needs = []
         for operand in (hidden, weight):
@@ -93,7 +85,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
             if value.requires_grad and not needs[-1]:
                 operand = graph.call_method("detach", (operand,))
             given.append(graph.call_function(aten.unbind.int, (operand, 0)))
-        targets = graph.call_method("reshape", (values["target"], count, -1))
+        targets = graph.call_method("reshape", (loss.target, count, -1))
         targets = graph.call_function(aten.unbind.int, (targets, 0))
         each = range(count)
         inputs = [graph.call_function(operator.getitem, (given[0], k)) for k in each]
@@ -104,9 +96,9 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
             torch.ops.greyhound.linear_cross_entropy_terms.default,
             (inputs, heads, labels, []),
             {
-                "ignore_index": ignore_index,
+                "ignore_index": loss.ignore_index,
                 "reduction": "sum",
-                "label_smoothing": float(smoothing),
+                "label_smoothing": loss.label_smoothing,
                 "chunk_size": settings.chunk_size,
                 "grad_weight_accum_dtype": settings.grad_weight_accum_dtype,
                 "compute_dtype": logits.dtype,
@@ -116,23 +108,22 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
             },
         )
         made = graph.call_function(operator.getitem, (parts, 0))
-        if reduction == "mean":
+        if loss.reduction == "mean":
             # Over no row at all 0 / 0 is NaN, as torch's mean is.
-            counts = graph.call_function(operator.ne, (values["target"], ignore_index))
+            counts = graph.call_function(operator.ne, (loss.target, loss.ignore_index))
             made = graph.call_function(
                 operator.truediv, (made, graph.call_method("sum", (counts,)))
             )
         if result.dtype != torch.promote_types(logits.dtype, torch.float32):
             made = graph.call_method("to", (made, result.dtype))
     made.meta["example_value"] = result
-    loss.replace_all_uses_with(made)
-    for each_node in (loss, *reversed(passed), node):
-        if each_node in graph.nodes:
-            graph.erase_node(each_node)
+    node_of_loss.replace_all_uses_with(made)
+    for erased in (node_of_loss, *reversed(passed)):
+        graph.erase_node(erased)
 
 
 def _follow(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """Nodes between a stacked product and its cross entropy, and the cross entropy."""
+    """A stacked product and what lies between it and its cross entropy, and the cross entropy."""
     passed = [node]
     while True:
         user = guards.only_user(passed[-1])

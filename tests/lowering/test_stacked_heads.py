@@ -57,11 +57,17 @@ def other_ignore_index(x: Tensor, heads: Tensor, y: Tensor) -> Tensor:
     return 3 * F.cross_entropy(z, y.view(-1).clamp_min(0), ignore_index=0)
 
 
+def deprecated_sum(x: Tensor, heads: Tensor, y: Tensor) -> Tensor:
+    z = torch.bmm(x, heads).view(-1, CLASSES)
+    return F.cross_entropy(z, y.view(-1), size_average=False)
+
+
 TAKEN: dict[str, Body] = {
     "mean": mean,
     "sum": total,
     "frozen heads": frozen_heads,
     "ignore_index": other_ignore_index,
+    "size_average=False": deprecated_sum,
 }
 
 
@@ -114,6 +120,15 @@ def test_taken(body: Body, dynamic: bool) -> None:
 @pytest.mark.parametrize("body", LEFT.values(), ids=LEFT)
 def test_left(body: Body) -> None:
     assert_left(check(make(body)), "stack of matrices")
+
+
+def test_a_buffer_of_the_callers_is_left() -> None:
+    def body(x: Tensor, heads: Tensor, y: Tensor) -> Tensor:
+        buffer = torch.zeros(HEADS, ROWS, CLASSES)
+        z = torch.bmm(x, heads, out=buffer)
+        return F.cross_entropy(z.view(-1, CLASSES), y.view(-1)) + buffer.abs().sum()
+
+    assert_left(check(make(body), context=torch.no_grad), "stack of matrices")
 
 
 def test_bfloat16() -> None:
