@@ -135,7 +135,6 @@ def keep(
     *,
     denominator: Tensor | None = None,
     private: bool,
-    also: tuple[Tensor | None, ...] = (),
 ) -> None:
     """Keep gradients that the forward made for `give`.
 
@@ -148,18 +147,15 @@ def keep(
             kept undivided), or None.
         private: Whether nobody else can hold the stored gradients, so that they may be written
             over.
-        also: Further tensors to save; `give` hands them back.
     """
     ctx.greyhound = name, tuple(operands), private
     ctx.dtypes = tuple(None if each is None else each.dtype for each in operands.values())
     with torch.enable_grad():
         ctx.anchor = _Anchor.apply(name, *operands.values())
-    ctx.save_for_backward(denominator, *(stored[each] for each in operands), *also)
+    ctx.save_for_backward(denominator, *(stored[each] for each in operands))
 
 
-def give(
-    ctx: Any, upstream: Tensor, *, accumulated: str = "weight"
-) -> tuple[dict[str, Tensor | None], tuple[Tensor | None, ...]]:
+def give(ctx: Any, upstream: Tensor, *, accumulated: str = "weight") -> dict[str, Tensor | None]:
     """The kept gradients times the upstream gradient.
 
     Args:
@@ -169,11 +165,10 @@ def give(
             `FP16_ACCUM_GAIN` times too small.
 
     Returns:
-        The gradients by the operands' names, and the other tensors that `keep` was given.
+        The gradients by the operands' names.
     """
     name, names, private = ctx.greyhound
-    denominator, *saved = ctx.saved_tensors
-    stored, also = saved[: len(names)], saved[len(names) :]
+    denominator, *stored = ctx.saved_tensors
     # Asked at run time: in a compiled graph Inductor's donated buffers decide the same thing.
     # Outputs of an op are the caller's, unless he says that he keeps none of them.
     may_overwrite = private and not torch_private.graph_is_kept()
@@ -198,4 +193,4 @@ def give(
             else _RefuseSecondDerivative.apply(grad, name, upstream, ctx.anchor)
             for each, grad in grads.items()
         }
-    return grads, tuple(also)
+    return grads

@@ -714,7 +714,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         {name: grad if needs[name] else None for name, grad in zip(_OPERANDS, grads, strict=True)},
         denominator=denominator[1] if defers_division(dtype) else None,
         private=call["grads_are_private"],
-        also=(call["row_weight"] if call["reduction"] == "none" else None,),
     )
 
 
@@ -724,8 +723,7 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None)
         return (None,) * len(OP.arguments)
     if not ctx.recompute:
         assert grad_loss is not None
-        grads, _ = gradients.give(ctx, grad_loss)
-        return in_order(OP, grads)
+        return in_order(OP, gradients.give(ctx, grad_loss))
     input, weight, target, bias, class_weight, statistics, denominator, row_weight = (
         ctx.saved_tensors
     )

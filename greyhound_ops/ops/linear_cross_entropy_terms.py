@@ -180,8 +180,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     losses = torch.zeros(len(terms), dtype=dtype, device=device)
     for input, group in itertools.groupby(range(len(terms)), key=lambda k: terms[k].input):
         _run(
-            call, row_loss, list(group), terms, loops, targets, grad_scales, losses,
-            grad_inputs[input], dtype,
+            row_loss, list(group), terms, loops, targets, grad_scales, losses, grad_inputs[input]
         )  # fmt: skip
     losses = losses / counts.clamp_min(1.0) if call.reduction == "mean" else losses
     weighted = losses if call.term_weight is None else losses * call.term_weight.to(dtype)
@@ -212,7 +211,6 @@ def _head_needs(terms: list[_Term], head: int) -> tuple[bool, bool]:
 
 
 def _run(
-    call: Any,
     row_loss: RowLoss,
     group: list[int],
     terms: list[_Term],
@@ -221,7 +219,6 @@ def _run(
     grad_scales: Tensor,
     losses: Tensor,
     grad_input: Tensor | None,
-    dtype: torch.dtype,
 ) -> None:
     """Project and fold the terms of one input, chunk by chunk."""
     num_rows = targets[group[0]].numel()
@@ -309,7 +306,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 # ------------------------------------------------------------------------------------ autograd
 
-_LISTS = {"inputs": "input", "weights": "weight", "biases": "bias"}
+_OPERANDS = ("inputs", "weights", "biases")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -330,7 +327,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
         requires = [next(required) for _ in tensors]
         if name == "targets":
             continue
-        made = grads[list(_LISTS).index(name)]
+        made = grads[_OPERANDS.index(name)]
         wanted = getattr(call, f"need_grad_{name}") or [False] * len(tensors)
         for index, tensor in enumerate(tensors):
             if requires[index] and not wanted[index]:
@@ -364,13 +361,10 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any
         name: [None] * length for name, length in ctx.lengths.items()
     }
     if grad_loss is not None:
-        grads, _others = gradients.give(ctx, grad_loss)
-        for key, grad in grads.items():
+        for key, grad in gradients.give(ctx, grad_loss).items():
             name, index = key.split(".")
             lists[name][int(index)] = grad
-    # As many as there were arguments: the dispatcher drops trailing ones that have their default.
-    count = len(ctx.needs_input_grad)
-    return tuple(lists.get(name) for name in OP.arguments[:count])
+    return tuple(lists.get(name) for name in OP.arguments)
 
 
 # --------------------------------------------------------------------------------------- flops

@@ -714,7 +714,7 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) ->
     if grad_loss is None:
         return (None,) * len(OP.arguments)
     if not ctx.recompute:
-        grads, _ = gradients.give(ctx, grad_loss)
+        grads = gradients.give(ctx, grad_loss)
         return in_order(OP, grads)
     statistics, input, weight, teacher_input, teacher_weight, *given = ctx.saved_tensors
     made = OP_BACKWARD.packet(

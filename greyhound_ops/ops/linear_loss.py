@@ -394,7 +394,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     result["tensors"] = [None] * ctx.num_tensors
     result.update({name: [] for name in ctx.empty_lists})
     if grad_loss is not None:
-        grads, _also = gradients.give(ctx, grad_loss)
+        grads = gradients.give(ctx, grad_loss)
         result.update({name: grads[name] for name in _OPERANDS})
         result["tensors"] = [grads[f"tensors.{index}"] for index in range(ctx.num_tensors)]
     return tuple(result[name] for name in OP.arguments)

@@ -208,9 +208,7 @@ class Op:
 
 
 def _needs_grad(ctx: Any, op: Op, name: str) -> bool:
-    # The dispatcher drops trailing arguments that have their default.
-    position = op.arguments.index(name)
-    return position < len(ctx.needs_input_grad) and bool(ctx.needs_input_grad[position])
+    return bool(ctx.needs_input_grad[op.arguments.index(name)])
 
 
 def check_flags(ctx: Any, op: Op, call: dict[str, Any], operands: tuple[str, ...]) -> None:

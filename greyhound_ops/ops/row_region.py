@@ -998,7 +998,7 @@ def _autograd_backward(
     grads: dict[str, Tensor | None] = {}
     if ctx.weighted:
         if grad_total is not None:
-            made, _also = gradients.give(ctx, grad_total, accumulated="spare.")
+            made = gradients.give(ctx, grad_total, accumulated="spare.")
             grads = {ctx.renamed[key]: grad for key, grad in made.items()}
     elif any(each is not None for each in grad_outputs):
         operands = iter(ctx.saved_tensors)

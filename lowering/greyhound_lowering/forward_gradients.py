@@ -17,15 +17,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from greyhound_lowering import guards
-from greyhound_lowering.region import Region, Traced, _count, modes
+from greyhound_lowering.region import SIZES, Region, Traced, _count, modes, reduce_rest
 from greyhound_lowering.rowwise import Prover, RowWise
 from greyhound_ops import torch_private
 
 #: Nodes behind the region that may be taken in to reach a scalar: more is no tail of a loss.
 _MOST_NODES = 64
-
-#: Operators that read the size of a value only.
-SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
 
 _NEVER = ("dropout", "rand", "bernoulli", "normal", "multinomial")
 
@@ -50,10 +47,11 @@ def with_tail(graph: fx.Graph, region: Region) -> Region | None:
             return None
         dependent.add(node)
         taken.append(node)
-    nodes = [node for node in graph.nodes if node in inside or node in set(taken)]
-    outputs = [node for node in nodes if any(user not in set(nodes) for user in node.users)]
+    together = inside.union(taken)
+    nodes = [node for node in graph.nodes if node in together]
+    outputs = [node for node in nodes if any(user not in together for user in node.users)]
     whole = dataclasses.replace(region, nodes=nodes, outputs=outputs)
-    return whole if loss_of(whole) is not None else None
+    return None if whole.loss is None else whole
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -68,19 +66,6 @@ def _is_plain(node: fx.Node) -> bool:
     if module.startswith("torch.ops") or isinstance(node.target, torch._ops.OpOverload):
         return False  # an op of somebody else's, or ours
     return isinstance(node.meta.get("example_value"), (Tensor, tuple, list))
-
-
-def loss_of(region: Region) -> int | None:
-    """Which of a region's outputs is its loss: the only one that requires grad, and a scalar."""
-    learning = []
-    for index, node in enumerate(region.outputs):
-        value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and value.requires_grad:
-            learning.append(index)
-    if len(learning) != 1:
-        return None
-    value = region.outputs[learning[0]].meta["example_value"]
-    return learning[0] if value.dim() == 0 else None
 
 
 @dataclasses.dataclass
@@ -107,7 +92,7 @@ def coefficients(
     region: Region, traced: Traced, prover: Prover, proved: RowWise
 ) -> Coefficients | None:
     """The derivative of the loss with respect to the body's outputs, if it does not read them."""
-    loss = loss_of(region)
+    loss = region.loss
     values = [
         index for index, (_, value) in enumerate(proved.outputs) if value.dtype.is_floating_point
     ]
@@ -180,14 +165,7 @@ def _tail(result: fx.Node, prover: Prover, proved: RowWise) -> tuple[fx.GraphMod
         if node in copies:
             return copies[node]
         if node in proved.partial:
-            # As the emitter writes it behind the op.
-            target: Any = node.target
-            made = graph.call_function(target, (places[node], *node.args[1:]), dict(node.kwargs))
-            wanted = node.meta["val"].dtype
-            if held[node] != wanted and wanted.is_floating_point:
-                made = graph.call_function(
-                    torch.ops.aten._to_copy.default, (made,), {"dtype": wanted}
-                )
+            made = reduce_rest(graph, node, places[node], held[node])
         elif node in prover.dependent:
             made = graph.node_copy(node, visit)
         else:

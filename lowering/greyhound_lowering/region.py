@@ -55,6 +55,9 @@ _WIDE_SHARE = 1 / 16
 
 aten = torch.ops.aten
 
+#: Operators that read the size of a value only.
+SIZES = (aten.sym_size.int, aten.sym_numel.default)
+
 
 @dataclasses.dataclass
 class Region:
@@ -76,6 +79,19 @@ class Region:
     def last(self) -> fx.Node:
         """The last node in the order of the graph."""
         return self.nodes[-1]
+
+    @property
+    def loss(self) -> int | None:
+        """Which output is the loss: the only one that requires grad, and a scalar."""
+        learning = [
+            index
+            for index, node in enumerate(self.outputs)
+            if (value := example(node)) is not None and value.requires_grad
+        ]
+        if len(learning) != 1:
+            return None
+        value = example(self.outputs[learning[0]])
+        return learning[0] if value is not None and value.dim() == 0 else None
 
 
 # --------------------------------------------------------------------------------------- grow
@@ -350,26 +366,24 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
 # --------------------------------------------------------------------------------------- emit
 
 
-def rewrite(graph: fx.Graph, first: Projection, settings: RewriteSettings) -> Region:
-    """Put the op in the place of the region around a projection.
+def rewrite(graph: fx.Graph, region: Region, settings: RewriteSettings) -> None:
+    """Put the op in the place of a region that was grown.
 
     Raises:
         Declined: If that would not be safe; the graph is then as it was.
     """
     from greyhound_lowering import forward_gradients
 
-    region = grow(graph, first)
     for projection in region.seeds:
         _check_seed(projection, region)
     whole = forward_gradients.with_tail(graph, region)
     if whole is not None:
         try:
             if _rewrite(graph, whole, settings, in_forward=True):
-                return whole
+                return
         except Declined:
             pass  # the region alone may still do
     _rewrite(graph, region, settings, in_forward=False)
-    return region
 
 
 def _rewrite(
@@ -463,6 +477,22 @@ def _check_seed(projection: Projection, region: Region) -> None:
         raise Declined("two projections of different rows meet")
 
 
+def reduce_rest(graph: fx.Graph, node: Any, rest: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """What is left of a reduction over rows, as the user wrote it.
+
+    Args:
+        graph: Where to write it.
+        node: The reduction in the traced graph.
+        rest: What the chunks made of its argument.
+        dtype: Of the rest.
+    """
+    made = graph.call_function(node.target, (rest, *node.args[1:]), dict(node.kwargs))
+    wanted = node.meta["val"].dtype
+    if dtype != wanted and wanted.is_floating_point:
+        made = graph.call_function(aten._to_copy.default, (made,), {"dtype": wanted})
+    return made
+
+
 class _Emitter:
     """Writes the three parts into the graph."""
 
@@ -484,7 +514,6 @@ class _Emitter:
         self.off = guards.grad_is_off(graph)
         self._modes = modes(graph)
         self.moved: list[fx.Node] = []
-        self._hidden: list[fx.Node] = []
         self.anchor = self._find_anchor()
 
     # ---------------------------------------------------------------------------- checks
@@ -611,13 +640,11 @@ class _Emitter:
             )
         if grad_off:
             graph.call_function(torch._C._set_grad_enabled, (True,))
-        from greyhound_lowering import forward_gradients
-
         self._emit_op()
         results = [self._after(result) for result in self.traced.results]
         if self.total is not None:
             # Its value as the user wrote it; its gradient by way of the op.
-            loss = forward_gradients.loss_of(self.region)
+            loss = self.region.loss
             assert loss is not None
             results[loss] = self._function(
                 torch.ops.greyhound.with_gradient_of.default, results[loss], self.total
@@ -660,7 +687,6 @@ class _Emitter:
             needs["inputs"].append(needed)
             for op in self.proved.space:
                 hidden = self._cut(hidden, op)
-            self._hidden.append(hidden)
             inputs.append(
                 self._function(aten.reshape.default, hidden, [-1, projection.hidden_size])
                 if isinstance(projection.hidden_size, int)
@@ -707,13 +733,7 @@ class _Emitter:
             out = self._function(operator.getitem, outputs, index)
             out = self._restore(out, held)
             if node in self.proved.partial:
-                # What is left of a reduction over rows, as the user wrote it.
-                args = [out, *node.args[1:]]
-                kwargs = dict(node.kwargs)
-                out = self._function(node.target, *args, **kwargs)
-                wanted = node.meta["val"].dtype
-                if held.dtype != wanted and wanted.is_floating_point:
-                    out = self._function(aten._to_copy.default, out, dtype=wanted)
+                out = reduce_rest(self.graph, node, out, held.dtype)
             self.made[node] = out
 
     def _coefficients(self, known: Coefficients) -> list[fx.Node]:
@@ -726,14 +746,7 @@ class _Emitter:
             if node.op != "call_function" or node in known.unknown:
                 continue
             if node.args and node.args[0] in known.unknown:
-                # A size of a value that is yet to be made.
-                shape = node.args[0].meta["val"].shape
-                if node.target is aten.sym_size.int:
-                    made[node] = self._size(shape[node.args[1]])
-                    continue
-                made[node] = 1
-                for size in shape:
-                    made[node] = self._function(operator.mul, made[node], self._size(size))
+                made[node] = self._size_read(node)
                 continue
             made[node] = self._function(
                 node.target,
@@ -890,15 +903,8 @@ class _Emitter:
         return self.made[node]
 
     def _copy(self, node: Any, convert: Any) -> Any:
-        if node.target is aten.sym_size.int and node.args[0] in self.prover.dependent:
-            # A size of a value that is no more.
-            source, dim = node.args
-            return self._size(source.meta["val"].shape[dim])
-        if node.target is aten.sym_numel.default and node.args[0] in self.prover.dependent:
-            number: Any = 1
-            for size in node.args[0].meta["val"].shape:
-                number = self._function(operator.mul, number, self._size(size))
-            return number
+        if node.target in SIZES and node.args[0] in self.prover.dependent:
+            return self._size_read(node)
         if node.target in CREATION and any(
             each in self.prover.dependent for each in node.all_input_nodes
         ):
@@ -916,6 +922,16 @@ class _Emitter:
         args = fx.map_arg(node.args, convert)
         kwargs = fx.map_arg(node.kwargs, convert)
         return self._function(node.target, *args, **kwargs)
+
+    def _size_read(self, node: Any) -> Any:
+        """What one of `SIZES` reads of a value that the graph does not hold."""
+        shape = node.args[0].meta["val"].shape
+        if node.target is aten.sym_size.int:
+            return self._size(shape[node.args[1]])
+        number: Any = 1
+        for size in shape:
+            number = self._function(operator.mul, number, self._size(size))
+        return number
 
     def _size(self, size: Any) -> Any:
         """A size as a number, or as a node that holds it."""

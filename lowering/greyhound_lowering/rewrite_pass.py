@@ -206,7 +206,7 @@ class RewritePass(torch_private.graph_pass_base()):  # type: ignore[misc]
             grown = region.grow(graph, projection)
             together = [_described(each, number) for each in grown.seeds]
             steps = _steps(grown.nodes)
-            region.rewrite(graph, projection, self.settings)
+            region.rewrite(graph, grown, self.settings)
         except Declined as declined:
             return _both(reason, str(declined))
         rows = _chunk_rows(graph, known_ops)

@@ -41,7 +41,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, settings: RewriteSettings) -> None:
     Raises:
         Declined: If it is anything else; the graph is then as it was.
     """
-    if node.kwargs.get("out") is not None:
+    if guards.changed_in_place(node):
         raise Declined("the product is written to a buffer of the caller's")
     hidden, weight = _arguments(node, "input", "mat2")[:2]
     if weight is None:
