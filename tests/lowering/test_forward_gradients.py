@@ -172,3 +172,10 @@ def test_value_and_gradient_apart() -> None:
     assert value.grad.dtype == torch.bfloat16
     assert source.grad == 3
     assert source.grad.dtype == torch.float32
+
+
+def test_the_body_stands_on_one_line() -> None:
+    # Inductor quotes it in comments of the code it writes for a GPU; a second line broke that code.
+    (node,) = check(make(squared_lse)).region_nodes
+    assert node.args[5].startswith("def body(")
+    assert "\n" not in node.args[5]
