@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks run | list | report``."""
+"""Command line: ``python -m benchmarks run | list | report | convergence``."""
 
 from __future__ import annotations
 
@@ -38,8 +38,18 @@ def main(arguments: list[str] | None = None) -> int:
     report.add_argument("--assets", type=Path, help="folder of the plots, docs/assets by default")
     report.add_argument("--format", choices=("svg", "png"), default="svg")
 
+    curves = commands.add_parser("convergence", help="loss curves with the rewrite off and on")
+    curves.add_argument("--steps", type=int, help="of each run; 500 on a GPU")
+    curves.add_argument("--seeds", default="0,1,2", help="comma-separated, at least two")
+    curves.add_argument("--device", help="cuda or cpu; cuda when there is one")
+    curves.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+    curves.add_argument("--results", type=Path, help="compare and draw this CSV, train nothing")
+    curves.add_argument("--assets", type=Path, help="folder of the plot, docs/assets by default")
+
     options = parser.parse_args(arguments)
-    command = {"run": _run, "list": _list, "report": _report}[options.command]
+    command = {"run": _run, "list": _list, "report": _report, "convergence": _convergence}[
+        options.command
+    ]
     try:
         return command(options)
     except ValueError as error:
@@ -120,12 +130,19 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convergence(options: argparse.Namespace) -> int:
+    from benchmarks import convergence
+
+    return convergence.main(options)
+
+
 def _report(options: argparse.Namespace) -> int:
     from benchmarks import report
 
     path = options.results
     if path is None:
-        found = sorted(p for p in options.out.glob("*.csv") if not p.name.startswith("sweep-"))
+        others = ("sweep-", "convergence-")
+        found = sorted(p for p in options.out.glob("*.csv") if not p.name.startswith(others))
         if len(found) != 1:
             names = ", ".join(p.name for p in found) or "none"
             raise ValueError(f"--results is needed: files in {options.out}: {names}")
