@@ -235,6 +235,14 @@ def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
     return -(1.0 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
 
 
+def _sigmoid(z: Tensor) -> Tensor:
+    """``sigmoid(z)`` with a derivative that is as exact far above 0 as it is far below.
+
+    Autograd's own is ``y (1 - y)``, in which ``1 - y`` has lost its digits where y is all but 1.
+    """
+    return torch.where(z > 0, 1.0 - torch.sigmoid(-z), torch.sigmoid(z))
+
+
 def _pair_losses(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
     """Losses ``[B]`` of log-ratios ``[B]``, by the formulas of `chunked_linear_dpo`."""
     kind, beta, epsilon, tau, _ = options
@@ -259,9 +267,9 @@ def _pair_losses(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tens
     if kind == "sppo_hard":
         return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
     if kind == "apo_zero":
-        return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
+        return _sigmoid(-beta * chosen) + _sigmoid(beta * rejected)
     if kind == "apo_down":
-        return torch.sigmoid(beta * chosen) + torch.sigmoid(-z)
+        return _sigmoid(beta * chosen) + _sigmoid(-z)
     # DiscoPOP. exp(-z) alone overflows where its weight sigmoid(z / tau) is all but 0.
     exponential = torch.exp(F.logsigmoid(z / tau) - z)
     return exponential - torch.sigmoid(-z / tau) * F.logsigmoid(z)
@@ -834,8 +842,8 @@ def kto_loss(
     gains = beta * (kept(ratios, counted) - kl)
     losses = torch.where(
         desirable,
-        desirable_weight * torch.sigmoid(-gains),
-        undesirable_weight * torch.sigmoid(gains),
+        desirable_weight * _sigmoid(-gains),
+        undesirable_weight * _sigmoid(gains),
     )
     rewards = beta * ratios.detach()
     wanted = mean_over(rewards, counted & desirable)
