@@ -6,9 +6,10 @@ nothing else in the project imports from ``torch._*``.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -117,6 +118,17 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph_module, example_inputs, config_patches=options)
+
+
+def reset_cuda_graphs() -> None:
+    """Drop the CUDA graphs that Inductor has recorded, with their memory.
+
+    Does nothing where none can have been recorded; degrades to nothing, which costs memory only.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    reset = getattr(trees, "reset_cudagraph_trees", None)
+    if reset is not None:
+        reset()
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
@@ -233,8 +245,60 @@ def autograd_in_op() -> Iterator[None]:
         if name.startswith("Autocast") and outside.has(each):
             exclude = exclude.add(each)
     include = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+    guard = torch._C._ForceDispatchKeyGuard(include, exclude)
+    with guard, torch.enable_grad(), _without_compiled_autograd():
         yield
+
+
+def _without_compiled_autograd() -> AbstractContextManager[Any]:
+    """Compiled autograd off, if anybody has switched it on.
+
+    What an operator differentiates is its own: captured, every chunk would become a compiled graph.
+    Does nothing where compiled autograd was never imported, or is off already.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    off = getattr(module, "_disable", None)
+    # Entered a second time it would be marked as left at the end of the first.
+    if off is None or getattr(module, "active_disable_ctx", False):
+        return nullcontext()
+    switched_off: AbstractContextManager[Any] = off()
+    return switched_off
+
+
+def compile_in_op(function: _Function) -> _Function:
+    """Compile a function that operators call, inside whatever a user's compiled graph is part of.
+
+    CUDA graphs stay off: the operator may run where one is recorded, and they do not nest. Their
+    trees tell steps apart by a count of calls of compiled functions, which shall be the user's
+    calls alone: with ours, what a step has saved for its backward could be taken for the last
+    step's and be freed. While a graph is captured nothing is compiled, which would have to wait for
+    the device; what was not compiled in a warm-up runs operator by operator.
+
+    Degrades to counting our calls where the count is kept elsewhere.
+    """
+    compiled = torch.compile(function, options={"triton.cudagraphs": False})
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        guard = sys.modules.get("torch._dynamo.mutation_guard")
+        tracker: Any = getattr(guard, "GenerationTracker", None)
+        before = getattr(tracker, "generation", None)
+        stance: AbstractContextManager[Any] = nullcontext()
+        if is_capturing():
+            stance = torch.compiler.set_stance("eager_on_recompile")
+        try:
+            with stance, _without_compiled_autograd():
+                return compiled(*args)
+        finally:
+            if before is not None:
+                tracker.generation = before
+
+    return call  # type: ignore[return-value]
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def mark_rows_dynamic(tensor: torch.Tensor) -> None:

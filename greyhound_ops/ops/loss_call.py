@@ -662,8 +662,7 @@ class LossCall:
 
 def compile_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile the body of a chunk."""
-    compiled: Callable[..., Any] = torch.compile(function)
-    return compiled
+    return torch_private.compile_in_op(function)
 
 
 def autocast_for(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -334,7 +334,7 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
     """
-    return torch.compile(_traced_chunk(_function(text, compiled=True), plan))
+    return torch_private.compile_in_op(_traced_chunk(_function(text, compiled=True), plan))
 
 
 _not_compilable: set[tuple[str, _Plan]] = set()
@@ -688,6 +688,7 @@ class _Loops:
                 spare_fp16=spare_fp16,
                 chunk=self._chunks[index],
                 sums=self.loops[head.owner] if head.owner != index else None,
+                shared_sums=sum(other.owner == head.owner for other in region.heads) > 1,
                 like=copies.get(key),
             )
             copies.setdefault(key, loop)

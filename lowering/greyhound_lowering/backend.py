@@ -48,6 +48,10 @@ def greyhound(
     return torch_private.compile_with_inductor(graph_module, example_inputs, patches)
 
 
+# ``torch._dynamo.reset()`` asks for it, as it does of Inductor's own backend.
+greyhound.reset = torch_private.reset_cuda_graphs  # type: ignore[attr-defined]
+
+
 def _rewrites_already(hook: Any) -> bool:
     """Whether `enable` has put an active pass there."""
     return any(isinstance(each, RewritePass) and each.active for each in passes_of(hook))
