@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 KernelChoice = Literal["auto", "triton", "torch"]
 BodyChoice = Literal["auto", "compiled", "eager"]
+FailureChoice = Literal["fallback", "raise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,16 @@ class Settings:
         region_body: How the values of a rewritten region are computed from a chunk of logits:
             ``"auto"`` compiles them with Inductor for CUDA tensors and runs them operator by
             operator elsewhere; ``"compiled"`` and ``"eager"`` force one.
+        kernel_failure: What a Triton kernel that cannot be compiled or launched does to its op:
+            ``"fallback"`` warns once and takes PyTorch operators from then on, ``"raise"`` passes
+            the failure on.
     """
 
     checks: bool = False
     kernels: KernelChoice = "auto"
     chunk_budget_bytes: int | None = None
     region_body: BodyChoice = "auto"
+    kernel_failure: FailureChoice = "fallback"
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "triton", "torch"):
@@ -47,6 +52,10 @@ class Settings:
         if self.region_body not in ("auto", "compiled", "eager"):
             raise ValueError(
                 f"region_body: expected 'auto', 'compiled' or 'eager', got {self.region_body!r}"
+            )
+        if self.kernel_failure not in ("fallback", "raise"):
+            raise ValueError(
+                f"kernel_failure: expected 'fallback' or 'raise', got {self.kernel_failure!r}"
             )
 
 
@@ -96,6 +105,9 @@ def _from_environment() -> Settings:
         kernels=os.environ.get("GREYHOUND_KERNELS", "auto"),  # type: ignore[arg-type]
         chunk_budget_bytes=env_bytes("GREYHOUND_CHUNK_BYTES"),
         region_body=os.environ.get("GREYHOUND_REGION_BODY", "auto"),  # type: ignore[arg-type]
+        kernel_failure=os.environ.get(  # type: ignore[arg-type]
+            "GREYHOUND_KERNEL_FAILURE", "fallback"
+        ),
     )
 
 

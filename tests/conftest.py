@@ -15,6 +15,10 @@ if not HAS_CUDA:
     # triton; torch.compile on the CPU generates C++ and does not mind.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A kernel that fails is to fail the test: the fallback would hide it behind right results. Before
+# the first import of greyhound_ops, which reads it.
+os.environ.setdefault("GREYHOUND_KERNEL_FAILURE", "raise")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are the parallelism; threads of their own would fight over the same cores.
     torch.set_num_threads(1)

@@ -10,11 +10,14 @@ from torch import Tensor
 from greyhound_ops import torch_private
 from greyhound_ops.config import settings
 from greyhound_ops.errors import NotDifferentiableTwiceError
+from greyhound_ops.ops import kernel_failures
 from greyhound_ops.ops.chunk_loop import FP16_ACCUM_GAIN, row_major
 
 
 def use_triton(dtype: torch.dtype, device_type: str) -> bool:
     """Whether kernels run as Triton's: by default on CUDA, except for float64."""
+    if kernel_failures.pytorch_only():
+        return False
     choice = settings().kernels
     if choice != "auto":
         return choice == "triton"
@@ -90,6 +93,19 @@ def blocks(tensor: Tensor) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, tensor.shape[0], rows)]
 
 
+def _scale_by_kernel(values: Tensor, factor: Tensor) -> bool:
+    """Multiply in place by Triton's kernel; False where it does not run."""
+    if not use_triton(values.dtype, values.device.type):
+        return False
+    from greyhound_ops.kernels.scale import scale_
+
+    scale_(values, factor)
+    return True
+
+
+_scaled_by_kernel = kernel_failures.guarded("the scale of a gradient", _scale_by_kernel)
+
+
 def scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype, may_overwrite: bool) -> Tensor:
     """``stored * factor`` in ``dtype``, multiplied in the statistics' dtype.
 
@@ -111,10 +127,7 @@ def scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype, may_overwrite: bo
     if factor.dim():
         flat = flat.reshape(-1, flat.shape[-1])
         factor = factor.reshape(-1, 1)
-    if in_place and factor.dim() == 0 and use_triton(flat.dtype, flat.device.type):
-        from greyhound_ops.kernels.scale import scale_
-
-        scale_(flat, factor)
+    if in_place and factor.dim() == 0 and _scaled_by_kernel(flat, factor):
         return stored
     out = flat if in_place else torch.empty_like(flat, dtype=dtype)
     if flat.dtype == factor.dtype == dtype or flat.dim() == 0:

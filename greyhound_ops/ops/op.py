@@ -17,6 +17,7 @@ from torch import Tensor
 
 from greyhound_ops import torch_private
 from greyhound_ops.errors import ForwardModeError
+from greyhound_ops.ops import kernel_failures
 
 LIBRARY = torch.library.Library("greyhound", "FRAGMENT")
 
@@ -71,7 +72,8 @@ class Op:
 
     def implement(self, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
         """Register the implementation for every device, and the shapes for tracing."""
-        LIBRARY.impl(self._opname, _on_device(function), "CompositeExplicitAutograd")
+        guarded = kernel_failures.guarded(self.name, function)
+        LIBRARY.impl(self._opname, _on_device(guarded), "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, fake, lib=LIBRARY)
 
     def autograd(
