@@ -14,10 +14,28 @@ DIVERGENCES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def check_not_distributed(name: str, value: Tensor) -> None:
+    """Check that a tensor is no `torch.distributed.tensor.DTensor`: a chunk needs whole rows of it.
+
+    Replicated ones too: autograd would hand a plain gradient back to a distributed parameter.
+    """
+    kind = type(value)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return
+    # By name: importing torch.distributed.tensor takes a second, and it may not be built.
+    if any(each.__name__ == "DTensor" for each in kind.__mro__):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a DTensor; gather it first, once per call "
+            "(full_tensor(), or unshard() of its FSDP module), or take to_local() where it is "
+            "replicated: heads sharded over the vocabulary are not supported"
+        )
+
+
 def check_float_tensor(name: str, value: object) -> Tensor:
     """Check that a value is a floating-point tensor that the ops can work on."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    check_not_distributed(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
     if value.dtype not in FLOAT_DTYPES:
@@ -121,6 +139,7 @@ def check_target(input: Tensor, target: object) -> None:
     """Check ``target [...]`` against ``input [..., D]``."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
+    check_not_distributed("target", target)
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target: expected dtype int64 or int32, got {target.dtype}")
     if target.shape != input.shape[:-1]:
@@ -154,6 +173,7 @@ def check_divisor(input: Tensor, divisor: object, reduction: str) -> None:
         )
     if not isinstance(divisor, Tensor):
         raise TypeError(f"divisor: expected a tensor, got {type(divisor).__name__}")
+    check_not_distributed("divisor", divisor)
     if divisor.dim() != 0:
         raise ValueError(f"divisor: expected a scalar, got shape {list(divisor.shape)}")
     check_same_device(input, divisor=divisor)

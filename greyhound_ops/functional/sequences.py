@@ -50,6 +50,7 @@ def check_flags(name: str, value: object, shape: Any, device: torch.device) -> T
     """Check a mask or another tensor of yes and no, and give it as bool."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    validation.check_not_distributed(name, value)
     if value.dtype not in FLAG_DTYPES:
         raise TypeError(f"{name}: expected dtype bool, or numbers of 0 and 1, got {value.dtype}")
     if value.shape != shape:

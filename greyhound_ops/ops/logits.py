@@ -177,6 +177,7 @@ def check_logits(logits: object, target: object, *, name: str = "target") -> Non
         )
     if not isinstance(target, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(target).__name__}")
+    validation.check_not_distributed(name, target)
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected dtype int64 or int32, got {target.dtype}")
     if target.shape != checked.shape[:-1]:
