@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from benchmarks.losses import IGNORE_INDEX, LOSSES, SEQUENCES, Loss
+
 Accum = Literal["fp32", "weight"]
 CaseMode = Literal["full", "no_grad"]
-Loss = Literal["cross_entropy", "distillation"]
-
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,12 @@ class Case:
         mode: ``"full"`` for a training step, ``"no_grad"`` for the loss alone.
         frozen_weight: The weight needs no gradient.
         ignored_share: Share of rows whose target is ``ignore_index``, scattered at random.
-        loss: The loss after the projection. ``"distillation"`` is the Jensen-Shannon divergence
-            (beta 0.5, temperature 1) from a teacher with a head of the same size.
+        loss: The loss after the projection, a key of `benchmarks.losses.LOSSES`.
+            ``"distillation"`` is the Jensen-Shannon divergence (beta 0.5, temperature 1) from a
+            teacher with a head of the same size.
         bias: The projection has a bias, which needs a gradient in ``"full"`` mode.
         accum: How this project's ops accumulate ``grad_weight`` unless a provider fixes it.
+        dynamic: Compile with dynamic shapes.
     """
 
     name: str
@@ -46,10 +48,11 @@ class Case:
     loss: Loss = "cross_entropy"
     bias: bool = False
     accum: Accum = "fp32"
+    dynamic: bool = False
 
     @property
     def valid_rows(self) -> int:
-        """Rows that count in the loss."""
+        """Rows that are not ignored; a loss that shifts its labels leaves a few more out."""
         return self.N - round(self.N * self.ignored_share)
 
     @property
@@ -62,7 +65,12 @@ class Case:
 class Inputs:
     """Tensors of one case: input ``[N, D]``, weight ``[V, D]``, target ``[N]``, bias ``[V]``.
 
-    The teacher's input and weight, of the same shapes, are there for distillation only.
+    A loss that sees sequences has input ``[B, T, D]`` and target ``[B, T]`` with ``B * T = N``. A
+    teacher's (a reference model's) input and weight have the shapes of the student's.
+
+    Attributes:
+        norm_weight: ``[D]``, of the norm in front of the projection; needs a gradient.
+        reward: ``[N]`` fp32, the factor on each row's log-prob.
     """
 
     input: Tensor
@@ -71,12 +79,19 @@ class Inputs:
     bias: Tensor | None
     teacher_input: Tensor | None = None
     teacher_weight: Tensor | None = None
+    norm_weight: Tensor | None = None
+    reward: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What a model would hold as parameters."""
+        found = (self.weight, self.bias, self.norm_weight, self.teacher_weight)
+        return [tensor for tensor in found if tensor is not None]
 
     def clear_grads(self) -> None:
         """Drops the gradients of the last pass."""
-        for tensor in (self.input, self.weight, self.bias):
-            if tensor is not None:
-                tensor.grad = None
+        for tensor in (self.input, *self.parameters):
+            tensor.grad = None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -96,17 +111,33 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         return torch.randn(*shape, device=device, dtype=case.dtype, generator=generator)
 
     training = case.mode == "full"
-    hidden = normal(case.N, case.D).requires_grad_(training)
+    parts = LOSSES[case.loss]
+    shape = (SEQUENCES, case.N // SEQUENCES) if parts.by_sequence else (case.N,)
+    if math.prod(shape) != case.N:
+        raise ValueError(f"N: expected a multiple of {SEQUENCES} for {case.loss}, got {case.N}")
+    hidden = normal(*shape, case.D).requires_grad_(training)
     weight = normal(case.V, case.D).mul_(case.D**-0.5)
     weight.requires_grad_(training and not case.frozen_weight)
     bias = normal(case.V).requires_grad_(training) if case.bias else None
     target = torch.randint(case.V, (case.N,), device=device, generator=generator)
     ignored = torch.randperm(case.N, device=device, generator=generator)[case.valid_rows :]
     target[ignored] = IGNORE_INDEX
-    if case.loss == "cross_entropy":
-        return Inputs(hidden, weight, target, bias)
-    teacher_input, teacher_weight = normal(case.N, case.D), normal(case.V, case.D)
-    return Inputs(hidden, weight, target, bias, teacher_input, teacher_weight.mul_(case.D**-0.5))
+    inputs = Inputs(hidden, weight, target.view(shape), bias)
+    if "teacher_weight" in parts.operands:
+        teacher_input, teacher_weight = normal(*shape, case.D), normal(case.V, case.D)
+        teacher_weight.mul_(case.D**-0.5)
+        if case.loss == "dpo":  # a policy begins as its reference; far from it nothing is learned
+            teacher_input = teacher_input.mul_(0.1).add_(hidden.detach())
+            teacher_weight = teacher_weight.mul_(0.1).add_(weight.detach())
+        inputs = replace(inputs, teacher_input=teacher_input, teacher_weight=teacher_weight)
+    if "norm_weight" in parts.operands:
+        # Around 1 for Llama; Gemma's adds the 1 itself.
+        norm_weight = normal(case.D).mul_(0.1).add_(0.0 if case.loss == "gemma2_head" else 1.0)
+        inputs = replace(inputs, norm_weight=norm_weight.requires_grad_(training))
+    if "reward" in parts.operands:
+        reward = torch.rand(case.N, device=device, generator=generator).add_(0.5)
+        inputs = replace(inputs, reward=reward)
+    return inputs
 
 
 _BASES = {
@@ -124,6 +155,11 @@ _BASES = {
         Case("tiny", 48, 16, 96, dtype=torch.float32),
         Case("jsd4k", 4096, 4096, 128256, loss="distillation"),
         Case("jsd4kqwen", 4096, 4096, 151936, loss="distillation"),
+        Case("llamahead", 8192, 4096, 128256, loss="llama_head"),
+        Case("gemma2head", 8192, 2304, 256000, loss="gemma2_head"),
+        Case("kd4k", 4096, 4096, 128256, loss="kd_ce"),
+        Case("dpo4k", 4096, 4096, 128256, loss="dpo"),
+        Case("logp8k", 8192, 4096, 128256, loss="log_probs"),
     )
 }
 
@@ -135,7 +171,22 @@ SUFFIXES = {
     "bias": "with a bias",
     "fp32": "fp32 tensors",
     "jsd": "distillation by the Jensen-Shannon divergence instead of cross entropy",
+    "llama": "RMSNorm, head and the causal loss of transformers, which shifts its labels",
+    "gemma2": "the same with Gemma's norm and logits capped at 30",
+    "kd": "distillation at temperature 2 mixed with cross entropy",
+    "dpo": "a step of DPO with a reference model",
+    "logp": "log-probs, each with a gradient of its own",
     "accumweight": "this project's ops accumulate grad_weight in the weight's dtype",
+    "dynamic": "compiled with dynamic shapes",
+}
+
+_LOSS_SUFFIXES: dict[str, Loss] = {
+    "jsd": "distillation",
+    "llama": "llama_head",
+    "gemma2": "gemma2_head",
+    "kd": "kd_ce",
+    "dpo": "dpo",
+    "logp": "log_probs",
 }
 
 MAIN_CASES = (
@@ -159,6 +210,11 @@ MAIN_CASES = (
     "jsd4kqwen",
     "jsd4kqwen-frozen",
     "tiny-jsd",
+    "llamahead",
+    "gemma2head",
+    "kd4k",
+    "dpo4k",
+    "logp8k",
 )
 
 
@@ -192,8 +248,10 @@ def get_case(name: str) -> Case:
             case = replace(case, bias=True)
         elif suffix == "fp32":
             case = replace(case, dtype=torch.float32)
-        elif suffix == "jsd":
-            case = replace(case, loss="distillation")
+        elif suffix in _LOSS_SUFFIXES:
+            case = replace(case, loss=_LOSS_SUFFIXES[suffix])
+        elif suffix == "dynamic":
+            case = replace(case, dynamic=True)
         elif suffix == "accumweight":
             case = replace(case, accum="weight")
         elif percent := re.fullmatch(r"ignored(\d\d?)", suffix):

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import IGNORE_INDEX, Case, Inputs, make_inputs
-from benchmarks.providers import FLOOR, Provider, Step, jsd_gradient
+from benchmarks.cases import Case, Inputs, make_inputs
+from benchmarks.providers import FLOOR, Provider, Step
 from benchmarks.records import Row
+from benchmarks.truth import Truth
 
 MIB = 2**20
-REFERENCE_LOGITS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -250,49 +250,24 @@ def compute_reference(case: Case, inputs: Inputs) -> _Reference:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.no_grad():
-            return _reference_in_chunks(case, inputs, dtype)
+        return _reference_in_chunks(case, inputs, Truth(case, inputs, dtype))
     finally:
         torch.set_float32_matmul_precision(precision)
 
 
-def _reference_in_chunks(case: Case, inputs: Inputs, dtype: torch.dtype) -> _Reference:
-    training = case.mode == "full"
-    weight = inputs.weight.to(dtype)
-    bias = None if inputs.bias is None else inputs.bias.to(dtype)
-    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
-    grad_input = torch.empty_like(inputs.input, dtype=dtype) if training else None
-    grad_weight = torch.zeros_like(weight) if training and not case.frozen_weight else None
-    chunk_rows = max(1, REFERENCE_LOGITS_BYTES // (case.V * dtype.itemsize))
-    for start in range(0, case.N, chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        x, target = inputs.input[rows].to(dtype), inputs.target[rows]
-        valid = target != IGNORE_INDEX
-        logits = x @ weight.t()
-        if bias is not None:
-            logits += bias
-        if case.loss == "distillation":
-            assert inputs.teacher_input is not None
-            assert inputs.teacher_weight is not None
-            teacher = inputs.teacher_input[rows].to(dtype) @ inputs.teacher_weight.to(dtype).t()
-            # In float64: the textbook's logarithms of a mixture lose six digits in float32.
-            losses, gradient = jsd_gradient(logits.double(), teacher.double())
-            gradient = gradient.to(dtype)
-            loss += losses[valid].sum()
-        else:
-            column = target.where(valid, 0)[:, None]
-            lse = logits.logsumexp(dim=-1, keepdim=True)
-            loss += (lse - logits.gather(1, column))[valid].sum(dtype=torch.float64)
-            gradient = logits.sub_(lse).exp_()
-            gradient.scatter_add_(1, column, -torch.ones_like(lse))
-        if not training:
-            continue
-        gradient.mul_(valid[:, None]).div_(case.valid_rows)
-        if grad_input is not None:
-            torch.mm(gradient, weight, out=grad_input[rows])
+def _reference_in_chunks(case: Case, inputs: Inputs, truth: Truth) -> _Reference:
+    if case.mode == "no_grad":
+        return _Reference(truth.loss, None, None)
+    grad_input = torch.empty_like(inputs.input, dtype=truth.weight.dtype).view(case.N, case.D)
+    grad_weight = None if case.frozen_weight else torch.zeros_like(truth.weight)
+    for chunk in truth.chunks():
+        grad_hidden = chunk.grad_logits @ truth.weight
+        if chunk.hidden is not chunk.input:
+            (grad_hidden,) = torch.autograd.grad(chunk.hidden, chunk.input, grad_hidden)
+        grad_input[chunk.rows] = grad_hidden
         if grad_weight is not None:
-            grad_weight.addmm_(gradient.t(), x)
-    return _Reference(loss / case.valid_rows, grad_input, grad_weight)
+            grad_weight.addmm_(chunk.grad_logits.t(), chunk.hidden.detach())
+    return _Reference(truth.loss, grad_input.view(inputs.input.shape), grad_weight)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

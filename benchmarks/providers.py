@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -18,7 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import IGNORE_INDEX, Case, Inputs, Loss
+from benchmarks.cases import Case, Inputs
+from benchmarks.losses import (
+    DPO_BETA,
+    IGNORE_INDEX,
+    KD_ALPHA,
+    KD_TEMPERATURE,
+    LOSSES,
+    SOFTCAP,
+    Loss,
+    gemma_rms_norm,
+    rms_norm,
+    shifted,
+)
+from benchmarks.truth import Truth
 
 LossFn = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -62,31 +74,36 @@ class LossStep:
 class FloorStep:
     """The bare products a case cannot do without, into buffers made beforehand.
 
-    Ignored rows are left out. The gradient products read the true gradient of the logits, since
-    how much power a product draws, and so how fast it runs, depends on its data. Distillation adds
-    the teacher's logits.
+    Rows that do not count are left out. The gradient products read the true gradient of the logits,
+    since how much power a product draws, and so how fast it runs, depends on its data. A teacher
+    (a reference model) adds its logits. What stands in front of the projection is not counted.
     """
 
     def __init__(self, inputs: Inputs, case: Case) -> None:
-        valid = inputs.target != IGNORE_INDEX
+        truth = Truth(case, inputs, case.dtype)
+        counted = truth.counted
         self._training = case.mode == "full"
         self._frozen = case.frozen_weight
-        self._input = inputs.input.detach()[valid]
+        self._input = truth.hidden(counted)
         self._weight = inputs.weight.detach()
-        self._logits = self._input.new_empty(case.valid_rows, case.V)
+        self._logits = self._input.new_empty(self._input.shape[0], case.V)
         self._teacher = None
         if inputs.teacher_input is not None and inputs.teacher_weight is not None:
-            self._teacher = inputs.teacher_input[valid], inputs.teacher_weight
+            teacher_input = inputs.teacher_input.reshape(case.N, case.D)
+            self._teacher = teacher_input[counted], inputs.teacher_weight
         if self._training:
-            self._grad_logits = _logits_gradient(
-                self._input, self._weight, inputs.target[valid], self._teacher
-            )
+            self._grad_logits = torch.empty_like(self._logits)
+            start = 0
+            for chunk in truth.chunks():
+                part = chunk.grad_logits[counted[chunk.rows]]
+                self._grad_logits[start : start + part.shape[0]] = part
+                start += part.shape[0]
             self._grad_input = torch.empty_like(self._input)
             if not self._frozen:
                 self._grad_weight = torch.empty_like(self._weight)
 
     def forward(self) -> None:
-        """One product: the logits. Distillation: two."""
+        """One product: the logits. With a teacher: two."""
         torch.mm(self._input, self._weight.t(), out=self._logits)
         if self._teacher is not None:
             torch.mm(self._teacher[0], self._teacher[1].t(), out=self._logits)
@@ -101,74 +118,12 @@ class FloorStep:
             torch.mm(self._grad_logits.t(), self._input, out=self._grad_weight)
 
 
-def _logits_gradient(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    teacher: tuple[Tensor, Tensor] | None,
-    chunk_rows: int = 1024,
-) -> Tensor:
-    """Gradient of the mean loss with respect to the logits, ``[N, V]`` in x's dtype."""
-    gradient = x.new_empty(x.shape[0], weight.shape[0])
-    for start in range(0, x.shape[0], chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        logits = (x[rows] @ weight.t()).float()
-        if teacher is None:
-            part = torch.softmax(logits, dim=-1)
-            part[torch.arange(part.shape[0], device=x.device), target[rows]] -= 1.0
-        else:
-            part = jsd_gradient(logits, (teacher[0][rows] @ teacher[1].t()).float())[1]
-        gradient[rows] = part.div_(x.shape[0])
-    return gradient
-
-
-def plain_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
-) -> Tensor:
-    """The loss as models write it: projection, fp32 logits, mean cross entropy."""
-    logits = F.linear(input, weight, bias).float()
-    return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX)
-
-
-def jsd_rows(student: Tensor, teacher: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of each row of logits, as trainers write it."""
-    log_q, log_p = F.log_softmax(student, dim=-1), F.log_softmax(teacher, dim=-1)
-    mixture = torch.logaddexp(log_q, log_p) - math.log(2.0)
-    kl = F.kl_div(mixture, log_p, reduction="none", log_target=True)
-    kl = kl + F.kl_div(mixture, log_q, reduction="none", log_target=True)
-    return 0.5 * kl.sum(-1)
-
-
-def jsd_gradient(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergences of rows, and the gradient of their sum with respect to student's logits."""
-    with torch.enable_grad():
-        leaf = student.detach().requires_grad_()
-        rows = jsd_rows(leaf, teacher.detach())
-        (gradient,) = torch.autograd.grad(rows.sum(), leaf)
-    return rows.detach(), gradient
-
-
-def plain_linear_jsd(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-) -> Tensor:
-    """Distillation as trainers write it: two projections, fp32 logits, mean of rows that count."""
-    student = F.linear(input, weight, bias).float()
-    with torch.no_grad():
-        teacher = F.linear(teacher_input, teacher_weight).float()
-    counts = target != IGNORE_INDEX
-    return torch.where(counts, jsd_rows(student, teacher), 0.0).sum() / counts.sum()
-
-
-def with_teacher(function: Callable[..., Tensor], inputs: Inputs) -> LossFn:
-    """A loss over student and teacher as one over the student's tensors."""
+def with_operands(function: Callable[..., Tensor], case: Case, inputs: Inputs) -> LossFn:
+    """A loss over all operands of a case as one over those that every loss has."""
+    others = [getattr(inputs, name) for name in LOSSES[case.loss].operands]
 
     def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-        return function(x, weight, target, bias, inputs.teacher_input, inputs.teacher_weight)
+        return function(x, weight, target, bias, *others)
 
     return loss
 
@@ -202,7 +157,7 @@ class Provider:
         if case.loss not in self.losses:
             return f"computes no {case.loss}"
         if self.module is not None:
-            _find_own_packages()
+            find_own_packages()
             if importlib.util.find_spec(self.module) is None:
                 return f"{self.module} is not installed"
         return self.declines(case, device)
@@ -212,7 +167,7 @@ class Provider:
         return case.accum if self.accum == "case" else self.accum
 
 
-def _find_own_packages() -> None:
+def find_own_packages() -> None:
     """Makes ``greyhound_lowering`` importable from a checkout that is not installed."""
     source_root = Path(__file__).resolve().parent.parent / "lowering"
     if importlib.util.find_spec("greyhound_lowering") is None and source_root.is_dir():
@@ -223,9 +178,7 @@ def _find_own_packages() -> None:
 
 
 def _build_eager(case: Case, inputs: Inputs) -> Step:
-    if case.loss == "distillation":
-        return LossStep(with_teacher(plain_linear_jsd, inputs), inputs, case)
-    return LossStep(plain_linear_cross_entropy, inputs, case)
+    return LossStep(with_operands(LOSSES[case.loss].plain, case, inputs), inputs, case)
 
 
 @contextlib.contextmanager
@@ -249,13 +202,15 @@ def _build_compiled(
     Dynamo keeps compiled code with the code object and does not look at Inductor's settings, so
     each provider compiles a code object of its own.
     """
-    distills = case.loss == "distillation"
-    plain: Any = plain_linear_jsd if distills else plain_linear_cross_entropy
+    plain: Any = LOSSES[case.loss].plain
     code = plain.__code__.replace(co_name=f"{plain.__name__}_{tag}")
     plain = types.FunctionType(code, plain.__globals__)
+    if case.dynamic:  # as the parameters of a module are
+        for parameter in inputs.parameters:
+            torch._dynamo.mark_static(parameter)
     with _cold_caches(), context():
-        compiled = torch.compile(plain, **compile_options)
-        step = LossStep(with_teacher(compiled, inputs) if distills else compiled, inputs, case)
+        compiled = torch.compile(plain, dynamic=case.dynamic or None, **compile_options)
+        step = LossStep(with_operands(compiled, case, inputs), inputs, case)
         step.full()
     return step
 
@@ -299,25 +254,100 @@ def _build_op(accum: str | None) -> Callable[[Case, Inputs], Step]:
     def build(case: Case, inputs: Inputs) -> Step:
         functional = importlib.import_module("greyhound_ops.functional")
         options = {"ignore_index": IGNORE_INDEX, "grad_weight_accum_dtype": accum or case.accum}
-        if case.loss == "distillation":
-
-            def distill(
-                x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *teacher: Tensor
-            ) -> Tensor:
-                return functional.chunked_linear_distillation(  # type: ignore[no-any-return]
-                    x, weight, *teacher, target, bias, divergence="jsd", beta=0.5, **options
-                )
-
-            return LossStep(with_teacher(distill, inputs), inputs, case)
-
-        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-            return functional.chunked_linear_cross_entropy(  # type: ignore[no-any-return]
-                x, weight, target, bias, **options
-            )
-
-        return LossStep(loss, inputs, case)
+        loss = _OP_LOSSES[case.loss](functional, options)
+        return LossStep(with_operands(loss, case, inputs), inputs, case)
 
     return build
+
+
+def _cross_entropy_op(functional: Any, options: dict[str, Any]) -> Callable[..., Tensor]:
+    def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.chunked_linear_cross_entropy(x, weight, target, bias, **options)  # type: ignore[no-any-return]
+
+    return loss
+
+
+def _head_op(
+    norm: Callable[[Tensor, Tensor], Tensor], softcap: float | None
+) -> Callable[[Any, dict[str, Any]], Callable[..., Tensor]]:
+    def make(functional: Any, options: dict[str, Any]) -> Callable[..., Tensor]:
+        def loss(
+            x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, norm_weight: Tensor
+        ) -> Tensor:
+            return functional.chunked_linear_cross_entropy(  # type: ignore[no-any-return]
+                norm(x, norm_weight), weight, shifted(labels), bias, softcap=softcap, **options
+            )
+
+        return loss
+
+    return make
+
+
+def _distillation_op(
+    **distillation: Any,
+) -> Callable[[Any, dict[str, Any]], Callable[..., Tensor]]:
+    def make(functional: Any, options: dict[str, Any]) -> Callable[..., Tensor]:
+        def loss(
+            x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *teacher: Tensor
+        ) -> Tensor:
+            return functional.chunked_linear_distillation(  # type: ignore[no-any-return]
+                x, weight, *teacher, target, bias, **distillation, **options
+            )
+
+        return loss
+
+    return make
+
+
+def _dpo_op(functional: Any, options: dict[str, Any]) -> Callable[..., Tensor]:
+    def loss(
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Tensor | None,
+        ref_input: Tensor,
+        ref_weight: Tensor,
+    ) -> Tensor:
+        return functional.chunked_linear_dpo(  # type: ignore[no-any-return]
+            x,
+            weight,
+            shifted(labels),
+            bias,
+            ref_input=ref_input,
+            ref_weight=ref_weight,
+            beta=DPO_BETA,
+            **options,
+        ).loss
+
+    return loss
+
+
+def _log_probs_op(functional: Any, options: dict[str, Any]) -> Callable[..., Tensor]:
+    def loss(
+        x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reward: Tensor
+    ) -> Tensor:
+        log_probs = functional.chunked_linear_log_probs(x, weight, target, bias, **options)
+        # Ignored rows have log-prob 0.
+        return -(log_probs * reward).sum() / (target != IGNORE_INDEX).sum()  # type: ignore[no-any-return]
+
+    return loss
+
+
+#: Per loss, from the functional module and common options to a function like ``LossParts.plain``.
+_OP_LOSSES: dict[Loss, Callable[[Any, dict[str, Any]], Callable[..., Tensor]]] = {
+    "cross_entropy": _cross_entropy_op,
+    "distillation": _distillation_op(divergence="jsd", beta=0.5),
+    "llama_head": _head_op(rms_norm, None),
+    "gemma2_head": _head_op(gemma_rms_norm, SOFTCAP),
+    "kd_ce": _distillation_op(
+        divergence="kl",
+        temperature=KD_TEMPERATURE,
+        soft_weight=KD_ALPHA * KD_TEMPERATURE**2,
+        hard_weight=1.0 - KD_ALPHA,
+    ),
+    "dpo": _dpo_op,
+    "log_probs": _log_probs_op,
+}
 
 
 def _build_generic(compiled: bool) -> Callable[[Case, Inputs], Step]:
@@ -350,10 +380,6 @@ def _build_generic(compiled: bool) -> Callable[[Case, Inputs], Step]:
     return build
 
 
-def _rewritten_count(lowering: Any) -> int:
-    return int(lowering.explain().rewritten_count)
-
-
 def _build_rewritten(case: Case, inputs: Inputs) -> Step:
     lowering = importlib.import_module("greyhound_lowering")
 
@@ -362,32 +388,42 @@ def _build_rewritten(case: Case, inputs: Inputs) -> Step:
             return nullcontext()
         return lowering.enabled(grad_weight_accum_dtype=case.accum)  # type: ignore[no-any-return]
 
-    before = _rewritten_count(lowering)
+    lowering.clear_report()
     step = _build_compiled(case, inputs, "rewritten", settings, backend="greyhound")
-    _require_rewrite(lowering, before)
+    require_rewrite(lowering, _projections(case))
     return step
 
 
 def _build_rewritten_weight(case: Case, inputs: Inputs) -> Step:
     lowering = importlib.import_module("greyhound_lowering")
-    before = _rewritten_count(lowering)
+    lowering.clear_report()
     step = _build_compiled(
         case,
         inputs,
         "rewritten_weight",
         lambda: lowering.enabled(grad_weight_accum_dtype="weight"),
     )
-    _require_rewrite(lowering, before)
+    require_rewrite(lowering, _projections(case))
     return step
 
 
-def _require_rewrite(lowering: Any, before: int) -> None:
-    """Fails when a compile left the graph as it was, which would time plain torch.compile."""
-    after = _rewritten_count(lowering)
-    if after == 0 or after == before:
-        raise RuntimeError(
-            f"nothing was rewritten (rewritten_count {before} -> {after}): {lowering.explain()}"
-        )
+def _projections(case: Case) -> int:
+    return 2 if "teacher_weight" in LOSSES[case.loss].operands else 1
+
+
+def require_rewrite(lowering: Any, projections: int) -> None:
+    """Fails when a compile left a projection as it was, which would time plain torch.compile.
+
+    Args:
+        lowering: The module, its report cleared before the compile.
+        projections: How many have to be rewritten.
+
+    Raises:
+        RuntimeError: Not that many were.
+    """
+    report = lowering.explain()
+    if report.rewritten_count < projections:
+        raise RuntimeError(f"{report.rewritten_count} of {projections} were rewritten: {report}")
 
 
 # --- other libraries -------------------------------------------------------------------------
@@ -417,7 +453,7 @@ def _build_liger(accum: torch.dtype | None) -> Callable[[Case, Inputs], Step]:
             ) -> Tensor:
                 return module(x, weight, *teacher, target)  # type: ignore[no-any-return]
 
-            return LossStep(with_teacher(distill, inputs), inputs, case)
+            return LossStep(with_operands(distill, case, inputs), inputs, case)
         function = importlib.import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
 
         def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
@@ -442,7 +478,7 @@ def _build_liger_chunked(case: Case, inputs: Inputs) -> Step:
     ) -> Tensor:
         return module(x, weight, *teacher, target, bias)  # type: ignore[no-any-return]
 
-    return LossStep(with_teacher(distill, inputs), inputs, case)
+    return LossStep(with_operands(distill, case, inputs), inputs, case)
 
 
 def _declines_liger(case: Case, device: torch.device) -> str | None:
@@ -490,13 +526,14 @@ def _declines_cce(case: Case, device: torch.device) -> str | None:
 
 
 BOTH_LOSSES: tuple[Loss, ...] = ("cross_entropy", "distillation")
+ALL_LOSSES = tuple(LOSSES)
 
 FLOOR = Provider(
     "floor",
     "the bare matrix products: three, two with a frozen weight, one forward; a teacher's more",
     "none",
     lambda case, inputs: FloorStep(inputs, case),
-    losses=BOTH_LOSSES,
+    losses=ALL_LOSSES,
 )
 
 PROVIDERS = {
@@ -505,13 +542,13 @@ PROVIDERS = {
         FLOOR,
         Provider(
             "eager",
-            "F.linear, .float(), F.cross_entropy or the divergence in PyTorch",
+            "the loss in PyTorch, as users write it",
             "none",
             _build_eager,
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
-            "compile", "the same under torch.compile", "none", _build_compile, losses=BOTH_LOSSES
+            "compile", "the same under torch.compile", "none", _build_compile, losses=ALL_LOSSES
         ),
         Provider(
             "autochunk",
@@ -519,15 +556,15 @@ PROVIDERS = {
             "none",
             _build_autochunk,
             declines=_declines_autochunk,
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
             "op",
-            "chunked_linear_cross_entropy or chunked_linear_distillation",
+            "chunked_linear_cross_entropy, or the op written for the case's loss",
             "case",
             _build_op(None),
             "greyhound_ops",
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
             "op_weight",
@@ -535,7 +572,7 @@ PROVIDERS = {
             "weight",
             _build_op("weight"),
             "greyhound_ops",
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
             "generic_eager",
@@ -557,7 +594,7 @@ PROVIDERS = {
             "case",
             _build_rewritten,
             "greyhound_lowering",
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
             "rewritten_weight",
@@ -565,7 +602,7 @@ PROVIDERS = {
             "weight",
             _build_rewritten_weight,
             "greyhound_lowering",
-            losses=BOTH_LOSSES,
+            losses=ALL_LOSSES,
         ),
         Provider(
             "liger",
