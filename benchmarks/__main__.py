@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks run | list | report | convergence``."""
+"""Command line: ``python -m benchmarks COMMAND``, see ``--help``."""
 
 from __future__ import annotations
 
@@ -46,10 +46,33 @@ def main(arguments: list[str] | None = None) -> int:
     curves.add_argument("--results", type=Path, help="compare and draw this CSV, train nothing")
     curves.add_argument("--assets", type=Path, help="folder of the plot, docs/assets by default")
 
+    times = commands.add_parser("compile-time", help="time until the first step is done")
+    times.add_argument("--heads", default="ce,kd", help="comma-separated, of ce and kd")
+    times.add_argument("--rounds", type=int, default=3, help="processes of each kind")
+    times.add_argument("--device", help="cuda or cpu; cuda when there is one")
+    times.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+
+    steps = commands.add_parser("end-to-end", help="a model's training step, rewrite off and on")
+    steps.add_argument("--tiny", action="store_true", help="a model small enough for a CPU")
+    steps.add_argument("--rounds", type=int, default=6, help="turns of each setting")
+    steps.add_argument(
+        "--largest",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look for the largest batch that fits into 80 GB",
+    )
+    steps.add_argument("--device", help="cuda or cpu; cuda when there is one")
+    steps.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+
     options = parser.parse_args(arguments)
-    command = {"run": _run, "list": _list, "report": _report, "convergence": _convergence}[
-        options.command
-    ]
+    command = {
+        "run": _run,
+        "list": _list,
+        "report": _report,
+        "convergence": _convergence,
+        "compile-time": _compile_time,
+        "end-to-end": _end_to_end,
+    }[options.command]
     try:
         return command(options)
     except ValueError as error:
@@ -136,12 +159,24 @@ def _convergence(options: argparse.Namespace) -> int:
     return convergence.main(options)
 
 
+def _compile_time(options: argparse.Namespace) -> int:
+    from benchmarks import compile_time
+
+    return compile_time.main(options)
+
+
+def _end_to_end(options: argparse.Namespace) -> int:
+    from benchmarks import end_to_end
+
+    return end_to_end.main(options)
+
+
 def _report(options: argparse.Namespace) -> int:
     from benchmarks import report
 
     path = options.results
     if path is None:
-        others = ("sweep-", "convergence-")
+        others = ("sweep-", "convergence-", "compile-", "end-to-end-")
         found = sorted(p for p in options.out.glob("*.csv") if not p.name.startswith(others))
         if len(found) != 1:
             names = ", ".join(p.name for p in found) or "none"

@@ -8,9 +8,11 @@ import importlib.metadata
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,9 +80,6 @@ class Row:
     error: str = ""
 
 
-COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Machine)] + ["date"]
-
-
 @functools.cache
 def this_machine(device_type: str) -> Machine:
     """Describes the machine and the code that run this process."""
@@ -119,13 +118,14 @@ def _commit() -> str:
     return os.environ.get("GREYHOUND_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD")
 
 
-def append(rows: list[Row], machine: Machine, folder: Path) -> Path:
+def append(rows: Sequence[Any], machine: Machine, folder: Path, prefix: str = "") -> Path:
     """Appends rows to the machine's file, making it if needed.
 
     Args:
-        rows: Rows to add.
+        rows: Rows to add, at least one, all of one dataclass.
         machine: Where they were measured.
         folder: Folder of the results.
+        prefix: Of the file's name, in front of the GPU's.
 
     Returns:
         The file.
@@ -134,16 +134,17 @@ def append(rows: list[Row], machine: Machine, folder: Path) -> Path:
         ValueError: The file has other columns; move it away or convert it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{machine.slug}.csv"
+    path = folder / f"{prefix}{machine.slug}.csv"
+    columns = [f.name for f in (*fields(rows[0]), *fields(Machine))] + ["date"]
     new = not path.exists()
     if not new:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
-        if found != COLUMNS:
-            raise ValueError(f"{path} has columns {found}, expected {COLUMNS}")
+        if found != columns:
+            raise ValueError(f"{path} has columns {found}, expected {columns}")
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         for row in rows:
