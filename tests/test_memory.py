@@ -99,6 +99,7 @@ def upstream_for(reduction: str, device: torch.device) -> Tensor:
     return torch.full((ROWS,) if reduction == "none" else (), 0.5, device=device)
 
 
+@pytest.mark.fault("B25", "B58")
 @by_accum
 @by_dtype
 @by_reduction
@@ -133,6 +134,7 @@ def test_plain_torch_would_fail(reduction: str, device: torch.device) -> None:
     assert peak > 2 * allowed_bytes(sample, DIFFERENTIABLE, "fp32")
 
 
+@pytest.mark.fault("B25", "R01")
 @by_reduction
 @pytest.mark.parametrize(
     ("needs", "why"),
@@ -157,6 +159,7 @@ def test_frozen_head_costs_no_buffer_of_its_size(
     assert peak < sample.weight.nbytes / 4, why
 
 
+@pytest.mark.fault("B58")
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_second_grad_weight_for_the_upstream(
@@ -181,6 +184,7 @@ def test_no_second_grad_weight_for_the_upstream(
     assert backward_bytes(retain_graph=True) >= sample.weight.nbytes
 
 
+@pytest.mark.fault("B89")
 @by_reduction
 def test_peak_does_not_grow_with_the_rows(reduction: str, device: torch.device) -> None:
     peaks = []
@@ -204,6 +208,7 @@ def test_chunk_budget_is_a_cap(device: torch.device) -> None:
     assert budget / 2 < peak <= budget + gradients + 48 * 256 + 24 * 1000
 
 
+@pytest.mark.fault("B48")
 def test_profiler_adds_nothing(device: torch.device) -> None:
     # Issue B48. On CUDA the allocator is asked; on the CPU the profiler is the instrument itself,
     # so there it is memory held after the step that is looked at.
@@ -229,6 +234,7 @@ def test_profiler_adds_nothing(device: torch.device) -> None:
     assert peak <= allowed_bytes(sample, DIFFERENTIABLE, "fp32")
 
 
+@pytest.mark.fault("B25", "R01", "R17")
 @by_reduction
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda names: "+".join(names) or "nothing")
 def test_frozen_costs_no_product(needs: tuple[str, ...], reduction: str) -> None:

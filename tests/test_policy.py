@@ -129,6 +129,7 @@ def test_options(case: str, device: torch.device) -> None:
     )
 
 
+@pytest.mark.fault("B90")
 def test_temperature_by_token_and_its_gradient() -> None:
     batch = make_batch()
     head, advantages = make_reference(batch), advantages_of(batch)
@@ -161,6 +162,7 @@ def test_ignore_index_is_any_class() -> None:
     assert narrow.log_probs[~mask].eq(0).all()
 
 
+@pytest.mark.fault("B85", "B88")
 def test_denominator_as_a_tensor() -> None:
     batch = make_batch()
     advantages = advantages_of(batch)
@@ -603,6 +605,7 @@ def test_errors_of_types() -> None:
 # ------------------------------------------------------------------------------ compile, memory
 
 
+@pytest.mark.fault("B44")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["dapo", "dr_grpo", "luspo", "sapo"])

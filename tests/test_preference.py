@@ -673,6 +673,7 @@ def plain_orpo(*operands: Any) -> Tensor:
 # ---------------------------------------------------------------------------------- the caller
 
 
+@pytest.mark.fault("B94")
 def test_concatenate_pairs() -> None:
     long, short = make_batch(rows=3, spans=SPANS[:3]), make_batch(rows=3, spans=SPANS[3:])
     short = short.replace(input=short.input[:, :3], target=short.target[:, :3])
@@ -814,6 +815,7 @@ def test_errors_of_shapes() -> None:
 # ------------------------------------------------------------------------------ compile, memory
 
 
+@pytest.mark.fault("B44")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ["dpo", "orpo"])

@@ -174,6 +174,7 @@ def test_forward_only(case: str, kernel_device: torch.device) -> None:
     make_launch(device=kernel_device, write_grad=False, **_case(case)).check()
 
 
+@pytest.mark.fault("B01", "B09")
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "expanded"])
 @pytest.mark.parametrize("case", ["plain", "all"])
 def test_by_row(case: str, layout: str, kernel_device: torch.device) -> None:
@@ -225,6 +226,7 @@ def test_every_row_ignored(kernel_device: torch.device) -> None:
         assert not output.any()
 
 
+@pytest.mark.fault("B74")
 @pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64], ids=dtype_id)
 def test_targets_of_any_stride(target_dtype: torch.dtype, kernel_device: torch.device) -> None:
     launch = make_launch(device=kernel_device, target_dtype=target_dtype)
@@ -234,6 +236,7 @@ def test_targets_of_any_stride(target_dtype: torch.dtype, kernel_device: torch.d
     dataclasses.replace(launch, target=wide[:1, 1].expand(7)).check()
 
 
+@pytest.mark.fault("B16", "R04")
 @pytest.mark.parametrize("case", ["plain", "all"])
 @pytest.mark.parametrize("target", [-1, 37, 2**40, -(2**40)])
 def test_target_out_of_range_poisons_its_row(

@@ -63,6 +63,7 @@ def test_page_of_forms_is_complete() -> None:
     assert table.counts(lines[2:]) in table.committed_lines()
 
 
+@pytest.mark.fault("B47")
 @dynamic_or_not
 @forms(OWN)
 def test_own_form(form: Form, dynamic: bool) -> None:
@@ -72,6 +73,7 @@ def test_own_form(form: Form, dynamic: bool) -> None:
         judge_page(form)
 
 
+@pytest.mark.fault("B50")
 @forms(HUGGING_FACE)
 def test_hugging_face_form(form: Form) -> None:
     pytest.importorskip("transformers", reason="forms K need transformers")
@@ -80,6 +82,7 @@ def test_hugging_face_form(form: Form) -> None:
     judge_page(form)
 
 
+@pytest.mark.fault("B47", "B50")
 def test_hugging_face_form_with_dynamic_shapes() -> None:
     pytest.importorskip("transformers", reason="forms K need transformers")
     form, dims = FORMS["K01s"], Dims()

@@ -25,6 +25,7 @@ def compile_(function: Any, **arguments: Any) -> Any:
     return torch.compile(function, backend="greyhound", options=TINY_OPTIONS, **arguments)
 
 
+@pytest.mark.fault("B44", "B50")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("id", ["A07", "A10", "B02", "B05", "C08", "I01", "L08"])
 def test_form(id: str, dynamic: bool) -> None:
@@ -41,6 +42,7 @@ def test_form(id: str, dynamic: bool) -> None:
 
 
 # Of two shifted tokens one is left, and Dynamo compiles a length of one on its own.
+@pytest.mark.fault("B40", "B47")
 @pytest.mark.parametrize(("id", "least"), [("A10", 2), ("C08", 2), ("B05", 3)])
 def test_one_compile_serves_every_number_of_rows(id: str, least: int) -> None:
     form = FORMS[id]
@@ -91,6 +93,7 @@ def test_gradients_accumulate_over_steps() -> None:
         torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.fault("B49")
 def test_trains_as_the_plain_model_does() -> None:
     losses: list[list[float]] = []
     for compiled in (False, True):
@@ -137,6 +140,7 @@ def test_second_backward_is_what_plain_compile_makes_of_it(retain: bool) -> None
     assert greyhound_lowering.explain().rewritten_count == 1
 
 
+@pytest.mark.fault("B35")
 def test_retained_graph_under_default_settings() -> None:
     """Torch refuses it where it donates buffers: the same, or the right gradients, never others."""
     plain = backward_twice("aot_eager", True)

@@ -193,6 +193,7 @@ NEVER: dict[str, tuple[Body, str]] = {
 }
 
 
+@pytest.mark.fault("B47")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("body", "reason"), NEVER.values(), ids=NEVER)
 def test_left(body: Body, reason: str, dynamic: bool) -> None:
@@ -374,6 +375,7 @@ def test_no_more_classes_than_hidden_size(classes: int, matches: bool) -> None:
 # -------------------------------------------------------------------------- odd surroundings
 
 
+@pytest.mark.fault("B43")
 def test_gradient_taken_inside_the_compiled_function() -> None:
     def body(x: Tensor, head: nn.Linear, y: Tensor) -> Tensor:
         weight = head.weight.detach()
@@ -437,6 +439,7 @@ class Doubled(Tensor):
         return func(*torch.utils._pytree.tree_map(plain, args), **(kwargs or {}))
 
 
+@pytest.mark.fault("B77", "B79")
 def test_weight_of_a_tensor_subclass() -> None:
     def made() -> tuple[Any, tuple[Tensor, ...]]:
         torch.manual_seed(0)

@@ -109,6 +109,7 @@ def compare(body: Body, *, tolerance: float = 1e-5, **settings: Any) -> None:
             assert relative_error(ours, plain) < tolerance
 
 
+@pytest.mark.fault("B47")
 @pytest.mark.parametrize(("body", "reason"), LEFT.values(), ids=LEFT)
 def test_left_with_a_reason(body: Body, reason: str) -> None:
     compare(body, kinds=("cross_entropy",))

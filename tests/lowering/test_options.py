@@ -242,6 +242,7 @@ def test_options_together(
     assert options_of(backend) == wanted(ignore_index, reduction, smoothing, weighted)
 
 
+@pytest.mark.fault("B13")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
 def test_all_ignored_mean_is_nan_and_its_gradients_are_those_of_torch(
@@ -280,6 +281,7 @@ def test_class_weights_that_are_zero_where_it_counts(reduction: str) -> None:
     assert_rewritten(backend)
 
 
+@pytest.mark.fault("B16")
 @pytest.mark.parametrize("wrong", [V, -1, V + 1000])
 def test_target_out_of_range_raises_index_error_as_torch(wrong: int) -> None:
     function, (x, target) = make(lambda z, y, w: F.cross_entropy(z, y))()
@@ -302,6 +304,7 @@ def test_no_rows_give_the_nan_of_torch() -> None:
     check(made)
 
 
+@pytest.mark.fault("B87")
 @pytest.mark.parametrize("gain", [0.5, -3.0, 0.0])
 @pytest.mark.parametrize(
     "scaled",
@@ -314,6 +317,7 @@ def test_constant_scale(scaled: Callable[[Tensor, float], Tensor], gain: float) 
     assert backend.op_nodes[0].kwargs["logit_scale"] == gain
 
 
+@pytest.mark.fault("B63", "B64")
 @pytest.mark.parametrize(
     "capped",
     [

@@ -55,6 +55,7 @@ def assert_as_eager(
     assert_equal_results(ours, run(function, sample, frozen=frozen), rtol=rtol, atol=rtol)
 
 
+@pytest.mark.fault("B29", "B44", "B49")
 @by_dynamic
 @by_reduction
 @pytest.mark.parametrize("case", ["plain", "all"])
@@ -64,6 +65,7 @@ def test_gradients(case: str, reduction: str, dynamic: bool, device: torch.devic
     assert_as_eager(head(reduction=reduction, chunk_size=5, **options), sample, dynamic=dynamic)
 
 
+@pytest.mark.fault("B29", "B30")
 @by_reduction
 @pytest.mark.parametrize("frozen", [("input",), ("weight", "bias"), ("bias",)], ids="+".join)
 def test_frozen(frozen: tuple[str, ...], reduction: str) -> None:
@@ -93,6 +95,7 @@ def recompiles(function: Callable[..., Tensor], samples: list[Sample], dynamic: 
     return counter.frame_count - first
 
 
+@pytest.mark.fault("B40")
 @by_dynamic
 @by_reduction
 def test_one_compile_serves_every_row_count(reduction: str, dynamic: bool) -> None:
@@ -101,6 +104,7 @@ def test_one_compile_serves_every_row_count(reduction: str, dynamic: bool) -> No
     assert recompiles(head(reduction=reduction), samples, dynamic) == (0 if dynamic else 1)
 
 
+@pytest.mark.fault("B40")
 @by_reduction
 def test_guards_do_not_hold_the_chunk_arithmetic(reduction: str) -> None:
     # N from one chunk to many, dividing and not.
@@ -163,6 +167,7 @@ def test_module() -> None:
     assert_as_eager(function, make_sample(bias=True))
 
 
+@pytest.mark.fault("B44")
 @by_reduction
 def test_inductor(reduction: str, device: torch.device) -> None:
     sample = make_sample(device=device, bias=True)

@@ -69,6 +69,7 @@ def test_options(case: str, reduction: str, dtype: torch.dtype, device: torch.de
     )
 
 
+@pytest.mark.fault("B05")
 @by_dtype
 @by_reduction
 @pytest.mark.parametrize("chunk_size", [1, 5, 6, 12, 100, None])
@@ -99,6 +100,7 @@ def test_frozen(
     assert all((getattr(result, name) is None) == (name in frozen) for name in DIFFERENTIABLE)
 
 
+@pytest.mark.fault("B01", "B04", "R13")
 @pytest.mark.parametrize("dtype", REDUCED, ids=dtype_id)
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("input",)], ids="-".join)
 @pytest.mark.parametrize("layout", upstreams(1))
@@ -116,6 +118,7 @@ def test_upstream_by_row(
     )
 
 
+@pytest.mark.fault("B01", "B04", "B09")
 def test_upstream_that_autograd_makes(device: torch.device) -> None:
     # Weighted and sliced sums, as masks and policies make them: issues B01, B04, B09.
     sample = make_sample(16, dtype=torch.float64, device=device)
@@ -148,6 +151,7 @@ def test_upstream_scalar(upstream: float, reduction: str, device: torch.device) 
     assert bool(result.weight.any()) == bool(upstream)
 
 
+@pytest.mark.fault("B58", "R08")
 @pytest.mark.parametrize("accum", ["fp32", "weight"])
 @by_reduction
 @by_dtype
@@ -163,6 +167,7 @@ def test_accumulation(dtype: torch.dtype, reduction: str, accum: str, device: to
     )
 
 
+@pytest.mark.fault("B58", "B59")
 def test_fp32_accumulation_is_better_than_bf16() -> None:
     # Else the two options would be one.
     sample = make_sample(512, dtype=torch.bfloat16)
@@ -183,6 +188,7 @@ def test_fp32_accumulation_is_better_than_bf16() -> None:
 # ------------------------------------------------------------------------------ targets, shapes
 
 
+@pytest.mark.fault("B07", "B15", "B18")
 @by_reduction
 @pytest.mark.parametrize("ignore_index", [0, 3, -1, -100, 10, 11, 255, -(2**40)])
 def test_ignore_index(ignore_index: int, reduction: str, device: torch.device) -> None:
@@ -232,6 +238,7 @@ def test_leading_dimensions(shape: tuple[int, ...], reduction: str, device: torc
     assert result.loss.shape == (shape if reduction == "none" else ())
 
 
+@pytest.mark.fault("R14")
 @by_reduction
 @pytest.mark.parametrize(
     ("hidden", "classes"), [(8, 1), (1, 11), (1, 1), (3, 2), (16, 129)], ids=str
@@ -243,6 +250,7 @@ def test_odd_sizes(hidden: int, classes: int, reduction: str, device: torch.devi
     )
 
 
+@pytest.mark.fault("B42")
 @by_reduction
 @pytest.mark.parametrize("name", ["input", "weight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -259,6 +267,7 @@ def test_layouts(layout: str, name: str, reduction: str, device: torch.device) -
     )
 
 
+@pytest.mark.fault("B74", "B75")
 @by_reduction
 def test_layouts_of_the_vectors(reduction: str, device: torch.device) -> None:
     sample = make_sample(device=device, bias=True, class_weight=True)
@@ -276,6 +285,7 @@ def test_layouts_of_the_vectors(reduction: str, device: torch.device) -> None:
     )
 
 
+@pytest.mark.fault("B75")
 @by_reduction
 def test_expanded_target(reduction: str, device: torch.device) -> None:
     sample = make_sample(device=device)
@@ -315,6 +325,7 @@ def test_grad_weight_has_the_strides_of_the_weight(
 # -------------------------------------------------------------------------------- special values
 
 
+@pytest.mark.fault("B11", "B12", "R14", "R15")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_mean_over_nothing_is_zero(dtype: torch.dtype, device: torch.device) -> None:
     sample = make_sample(dtype=dtype, device=device, bias=True)
@@ -330,6 +341,7 @@ def test_mean_over_nothing_is_zero(dtype: torch.dtype, device: torch.device) -> 
         assert torch.equal(getattr(result, name), torch.zeros_like(getattr(sample, name)))
 
 
+@pytest.mark.fault("B13")
 @pytest.mark.parametrize("rows", [0, 6])
 def test_mean_over_nothing_in_a_rewritten_graph_is_torchs(rows: int, device: torch.device) -> None:
     sample = make_sample(rows, device=device)
@@ -358,6 +370,7 @@ def test_all_rows_ignored(reduction: str, device: torch.device) -> None:
     assert not result.loss.any()
 
 
+@pytest.mark.fault("B28")
 @by_reduction
 def test_most_chunks_are_wholly_ignored(reduction: str, device: torch.device) -> None:
     # Only the last turn counts: issue B28.
@@ -400,6 +413,7 @@ def test_large_offset(
     check_against_reference(sample, reduction=reduction, only_ours={"chunk_size": 5})
 
 
+@pytest.mark.fault("B72")
 @by_reduction
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("which", ["one", "target", "all"])
@@ -484,6 +498,7 @@ def _mixed(input_dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.de
     )
 
 
+@pytest.mark.fault("B53", "R08")
 @by_reduction
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize(
@@ -521,6 +536,7 @@ def test_autocast(
     )
 
 
+@pytest.mark.fault("B53")
 @by_reduction
 def test_autocast_multiplies_in_its_dtype(reduction: str, device: torch.device) -> None:
     sample = make_sample(device=device)
@@ -574,6 +590,7 @@ def test_autocast_takes_every_argument_by_position(device: torch.device) -> None
 # ------------------------------------------------------------------------------ autograd contract
 
 
+@pytest.mark.fault("B35")
 @by_reduction
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_retained_graph(dtype: torch.dtype, reduction: str, device: torch.device) -> None:
@@ -596,6 +613,7 @@ def test_retained_graph(dtype: torch.dtype, reduction: str, device: torch.device
         loss.sum().backward()
 
 
+@pytest.mark.fault("B33")
 @by_reduction
 def test_two_heads_share_an_input(reduction: str, device: torch.device) -> None:
     sample = make_sample(dtype=torch.float64, device=device)
@@ -627,6 +645,7 @@ def test_gradients_accumulate(reduction: str, device: torch.device) -> None:
     torch.testing.assert_close(weight.grad, 3 * once)
 
 
+@pytest.mark.fault("B36")
 @by_reduction
 @pytest.mark.parametrize("frozen", SUBSETS[:-1], ids=lambda names: "+".join(names) or "nothing")
 def test_second_derivative_raises(frozen: tuple[str, ...], reduction: str) -> None:
@@ -700,6 +719,7 @@ def test_forward_mode_raises(requires_grad: bool, name: str, reduction: str) -> 
             )
 
 
+@pytest.mark.fault("B43")
 @by_reduction
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "jacfwd", "hessian"])
 def test_torch_func_is_right_or_refused(transform: str, reduction: str) -> None:
@@ -807,6 +827,7 @@ def test_without_gradients(mode: Any, reduction: str, device: torch.device) -> N
     assert torch.equal(loss, expected)
 
 
+@pytest.mark.fault("B30")
 @pytest.mark.parametrize("need", ["input", "weight", "bias"])
 def test_op_makes_what_it_is_told_and_no_more(need: str) -> None:
     sample = make_sample(bias=True)
@@ -820,6 +841,7 @@ def test_op_makes_what_it_is_told_and_no_more(need: str) -> None:
 # --------------------------------------------------------------------------------- side effects
 
 
+@pytest.mark.fault("B32", "B34", "B51")
 @by_reduction
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
@@ -859,6 +881,7 @@ def test_writing_over_an_input_between_forward_and_backward_is_noticed() -> None
         loss.sum().backward()
 
 
+@pytest.mark.fault("B92")
 @by_reduction
 def test_deterministic(reduction: str, device: torch.device) -> None:
     sample = make_sample(64, 32, 257, device=device, bias=True)
@@ -1047,6 +1070,7 @@ def test_need_grad_bias_without_a_bias() -> None:
         )
 
 
+@pytest.mark.fault("B16", "R04")
 @by_reduction
 @pytest.mark.parametrize("shape", [(13,), (1, 13)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=dtype_id)
@@ -1070,6 +1094,7 @@ def test_target_out_of_range_on_cpu(
     assert isinstance(raised.value, ValueError)
 
 
+@pytest.mark.fault("B15")
 def test_negative_target_beside_a_negative_ignore_index() -> None:
     # Issue B15: -4 is not -1.
     sample = make_sample(ignored=0.0)

@@ -62,6 +62,7 @@ def upstream_for(reduction: str, rows: int) -> torch.Tensor:
     return torch.randn((rows,) if reduction == "none" else (), device="cuda")
 
 
+@pytest.mark.fault("R12")
 @by_half
 @by_reduction
 @pytest.mark.parametrize("case", CASES)
@@ -144,6 +145,7 @@ def test_cuda_graph(frozen: bool, reduction: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(value, expected)
 
 
+@pytest.mark.fault("B16", "R04")
 @by_reduction
 @pytest.mark.parametrize("value", [-1, 257, 2**40])
 @pytest.mark.parametrize("case", ["plain", "all"])
@@ -178,6 +180,7 @@ def test_target_out_of_range_is_an_error_with_checks(reduction: str) -> None:
         chunked_linear_cross_entropy(sample.input, sample.weight, target, reduction=reduction)
 
 
+@pytest.mark.fault("R08")
 @by_half
 @by_reduction
 @pytest.mark.parametrize("case", ["plain", "bias", "all"])

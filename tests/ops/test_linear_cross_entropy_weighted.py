@@ -100,6 +100,7 @@ def upstream_of(reduction: str, rows: int, device: torch.device) -> Tensor:
     return torch.tensor(-1.7, device=device)
 
 
+@pytest.mark.fault("B90")
 @by_reduction
 @by_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -203,6 +204,7 @@ def test_fp16_row_weights_beyond_its_range(device: torch.device) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.fault("B88")
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 @pytest.mark.parametrize("case", ["plain", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
@@ -228,6 +230,7 @@ def test_denominator_over_no_row(device: torch.device) -> None:
     assert not result.weight.any()
 
 
+@pytest.mark.fault("B68")
 @by_reduction
 @by_case
 def test_further_outputs(case: str, reduction: str, device: torch.device) -> None:
@@ -253,6 +256,7 @@ def test_further_outputs(case: str, reduction: str, device: torch.device) -> Non
         assert not made["lse"][sample.target == -100].any()
 
 
+@pytest.mark.fault("B08", "B68")
 @pytest.mark.parametrize("used", ["loss", "lse"])
 @by_reduction
 def test_one_of_the_outputs_used(used: str, reduction: str, device: torch.device) -> None:

@@ -294,6 +294,7 @@ def test_upstream_by_row(layout: str, frozen: tuple[str, ...], device: torch.dev
         )
 
 
+@pytest.mark.fault("R11")
 @pytest.mark.parametrize("accum", ["fp32", "weight"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_accumulation(reduction: str, accum: str, device: torch.device) -> None:
@@ -356,6 +357,7 @@ def test_heads_may_be_one() -> None:
     torch.testing.assert_close(weight.grad, truth.weight)
 
 
+@pytest.mark.fault("B70")
 @by_dtype
 @by_divergence
 @pytest.mark.parametrize("beta", [0.3, 0.5])
@@ -397,6 +399,7 @@ def test_never_negative(device: torch.device) -> None:
 # ------------------------------------------------------------------------------ targets, shapes
 
 
+@pytest.mark.fault("B20", "B21", "R09")
 @by_reduction
 @pytest.mark.parametrize("ignore_index", [0, -1, 10, -(2**40)])
 def test_ignore_index(ignore_index: int, reduction: str, device: torch.device) -> None:
@@ -582,6 +585,7 @@ def test_large_offset(
     check(pair, divergence=divergence, hard_weight=0.3, only_ours={"chunk_size": 5})
 
 
+@pytest.mark.fault("B71")
 @by_divergence
 @pytest.mark.parametrize("which", ["teacher", "student", "both"])
 def test_masked_vocabulary(which: str, divergence: str, device: torch.device) -> None:
@@ -1080,6 +1084,7 @@ def test_flops(reduction: str, frozen: tuple[str, ...], student: int) -> None:
     assert counter.get_total_flops() == 2 * 13 * 11 * (8 * student + 6 * teacher)
 
 
+@pytest.mark.fault("B25", "R11")
 @by_reduction
 @pytest.mark.parametrize("needs", [(), ("input",), ("weight",), ("bias",), ("input", "weight")],
                          ids=lambda names: "+".join(names) or "nothing")  # fmt: skip
@@ -1126,6 +1131,7 @@ def test_peak(divergence: str, reduction: str, device: torch.device) -> None:
         assert peak <= allowed + sum(getattr(pair, name).nbytes for name in needs), needs
 
 
+@pytest.mark.fault("B25", "R11")
 @by_reduction
 def test_frozen_head_costs_no_buffer_of_its_size(reduction: str, device: torch.device) -> None:
     pair = make_pair(32, 512, 2000, teacher_hidden=512, device=device)

@@ -653,6 +653,7 @@ def test_errors_of_the_arguments() -> None:
         autograd_loss_and_logits_grad(None)
 
 
+@pytest.mark.fault("B82")
 def test_exception_leaves_nothing_behind() -> None:
     calls = []
 
@@ -705,6 +706,7 @@ def test_a_recorded_graph_keeps_its_callable() -> None:
     assert len(loss_call._calls) == before
 
 
+@pytest.mark.fault("B33")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_inside_a_checkpoint_and_another_loss(reentrant: bool) -> None:
     # Autograd inside the op, inside a backward; and the op inside a callable.
@@ -772,6 +774,7 @@ def test_retained_graph(retain: bool) -> None:
 # ------------------------------------------------------------------------------------- precision
 
 
+@pytest.mark.fault("R07")
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 def test_gradient_of_another_dtype(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:

@@ -112,6 +112,7 @@ def head(x: Tensor, w: Tensor, t: Tensor, s: Tensor) -> Tensor:
     return chunked_linear_loss(x.tanh(), w, ADAPTER, t, s, chunk_size=5).square()
 
 
+@pytest.mark.fault("B29", "B49")
 @by_dynamic
 @pytest.mark.parametrize("frozen", [(), ("w",), ("x", "w"), ("x", "w", "s")], ids="".join)
 def test_gradients(frozen: tuple[str, ...], dynamic: bool) -> None:
@@ -121,6 +122,7 @@ def test_gradients(frozen: tuple[str, ...], dynamic: bool) -> None:
     assert_same(results(compiled(head, dynamic=dynamic), given), results(plain, given))
 
 
+@pytest.mark.fault("B40")
 @by_dynamic
 def test_one_compile_serves_every_row_count(
     dynamic: bool, inner: CompileCounterWithBackend
@@ -139,6 +141,7 @@ def test_one_compile_serves_every_row_count(
     assert counts[-1][1] == counts[0][1]
 
 
+@pytest.mark.fault("B39")
 def test_compiled_callable_meets_many_chunk_lengths() -> None:
     # In an eager call: chunks of two lengths, and other ones with every batch.
     counter = CompileCounterWithBackend("aot_eager")

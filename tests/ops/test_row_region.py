@@ -453,6 +453,7 @@ def test_same_head_twice(way: str, device: torch.device) -> None:
         torch.testing.assert_close(two, other)
 
 
+@pytest.mark.fault("B01", "B04")
 def test_upstream_strided_expanded_and_missing(device: torch.device) -> None:
     region = make_region("cross_entropy", device=device)
     leaves = [each.requires_grad_() for each in region.leaves().values()]
@@ -574,6 +575,7 @@ def test_in_a_compiled_graph(name: str, dynamic: bool, way: str, device: torch.d
         compare(make_region(name, rows, device=device), compiled, chunk_size=5)
 
 
+@pytest.mark.fault("B40")
 @by_way
 def test_one_graph_for_every_number_of_rows(way: str, device: torch.device) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -755,6 +757,7 @@ def products(function: Any) -> int:
     )
 
 
+@pytest.mark.fault("B25")
 @by_way
 @pytest.mark.parametrize(
     ("frozen", "gradients"),

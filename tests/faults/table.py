@@ -1,0 +1,116 @@
+"""Writes docs/trust.md: every kind of known fault and the tests that rule it out.
+
+    PYTHONPATH=.:lowering:tests python -m faults.table
+
+Collected from the marks ``@pytest.mark.fault("B01", ...)`` on test functions, so that no row can
+name a test that is not there.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+import pathlib
+from collections.abc import Iterator
+
+from faults.kinds import KINDS, Kind
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "trust.md"
+
+_HEAD = """# Trust
+
+Faults that software of this kind is known for, and the tests that show that each cannot happen
+here. A row is a kind of fault and not only the input it was reported with: most of the tests in
+`tests/faults` run over every op and over rewritten graphs (`tests/faults/every.py` is the list),
+and compare loss and every gradient with float64.
+
+B are reported in public, R were seen in sources. The ids have nothing to do with those of the
+[forms](forms.md). This page is written by `PYTHONPATH=.:lowering:tests python -m faults.table`
+from the marks on the tests; a test keeps it current and every row filled.
+
+{counts}
+"""
+
+
+def _ids(function: ast.FunctionDef) -> Iterator[str]:
+    """Ids in the marks of a function."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.fault":
+            for argument in decorator.args:
+                yield ast.literal_eval(argument)
+
+
+@functools.cache
+def _found() -> tuple[tuple[str, str, bool], ...]:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "mark.fault(" not in text:
+            continue
+        name = path.relative_to(ROOT / "tests").as_posix()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                marks = " ".join(ast.unparse(each) for each in node.decorator_list)
+                on_gpu = "pytest.mark.gpu" in marks or name.endswith("_cuda.py")
+                found += [(each, f"{name}::{node.name}", on_gpu) for each in _ids(node)]
+    return tuple(found)
+
+
+def marked(*, on_cpu: bool = False) -> dict[str, list[str]]:
+    """Tests by the kinds they are marked with, ``path::name``.
+
+    Args:
+        on_cpu: Leave out those that run on a GPU only.
+    """
+    tests = collections.defaultdict(list)
+    for kind, test, on_gpu in _found():
+        if not (on_cpu and on_gpu):
+            tests[kind].append(test)
+    return dict(tests)
+
+
+def _thread(thread: str) -> str:
+    repository, number = thread.split("#")
+    return f"[{thread}](https://github.com/{repository}/issues/{number})"
+
+
+def _row(kind: Kind, tests: list[str]) -> str:
+    files = collections.defaultdict(list)
+    for test in tests:
+        path, name = test.split("::")
+        files[path].append(name)
+    listed = "<br>".join(
+        f"`{path}`: " + ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        for path, names in files.items()
+    )
+    text = f"{kind.text} {kind.right}".strip()
+    cells = (kind.id, text, ", ".join(map(_thread, kind.threads)) or "none known", listed)
+    return "| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |"
+
+
+def page() -> str:
+    """The page as it should be."""
+    tests = marked()
+    every = {test for each in tests.values() for test in each}
+    parts = [_HEAD.format(counts=f"{len(KINDS)} kinds, {len(every)} tests.")]
+    for section in dict.fromkeys(kind.section for kind in KINDS.values()):
+        parts.append(
+            f"\n## {section}\n\n| id | fault | reports | tests |\n| --- | --- | --- | --- |\n"
+        )
+        parts += [
+            _row(kind, tests.get(kind.id, [])) + "\n"
+            for kind in KINDS.values()
+            if kind.section == section
+        ]
+    return "".join(parts)
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
