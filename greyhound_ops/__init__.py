@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from greyhound_ops import torch_private as _torch_private  # noqa: F401 - refuses an old torch
+
+# isort: split
 from greyhound_ops import config, errors, functional, modules
 from greyhound_ops.functional import (
     autograd_loss_and_logits_grad,

@@ -7,6 +7,8 @@ nothing else in the project imports from ``torch._*``.
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +17,23 @@ from typing import Any, TypeVar
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: Oldest torch that serves, as major and minor number.
+OLDEST_TORCH = (2, 11)
+
+
+def _check_version() -> None:
+    """Say what is needed, before an import below says what it misses."""
+    found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+    if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"greyhound-ops needs torch {oldest} or newer, found torch {torch.__version__}; "
+            f"install it with: pip install 'torch>={oldest}'"
+        )
+
+
+_check_version()
 
 
 def graph_is_kept() -> bool:
@@ -29,27 +48,35 @@ def graph_is_kept() -> bool:
 def is_plain_eager(tensor: torch.Tensor) -> bool:
     """Whether a tensor is real and nothing is tracing, so that its memory may be touched directly.
 
-    False for fake, functional and functorch tensors and while a graph is being recorded.
+    False for fake, functional and functorch tensors and while a graph is being recorded. Degrades
+    to False, which costs a copy.
     """
-    if type(tensor) is not torch.Tensor:
+    functorch = getattr(torch._C, "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    if is_wrapped is None or type(tensor) is not torch.Tensor or _proxy_mode(unknown=True):
         return False
-    if torch._C._len_torch_dispatch_stack() > 0:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        if get_proxy_mode() is not None:
-            return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped(tensor)
 
 
 def is_recording() -> bool:
-    """Whether a graph is being recorded by something other than Dynamo, such as ``make_fx``."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    """Whether a graph is being recorded by something other than Dynamo, such as ``make_fx``.
 
-    return get_proxy_mode() is not None
+    Degrades to what ``torch.jit`` says of itself.
+    """
+    return torch.jit.is_tracing() or _proxy_mode(unknown=False)  # type: ignore[attr-defined]
+
+
+def _proxy_mode(unknown: bool) -> bool:
+    """Whether a mode that records graphs is active; ``unknown`` where a newer torch hides it."""
+    depth = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    if depth is None:
+        return unknown
+    if depth() == 0:
+        return False
+    from torch.fx.experimental import proxy_tensor
+
+    mode = getattr(proxy_tensor, "get_proxy_mode", None)
+    return unknown if mode is None else mode() is not None
 
 
 def has_forward_tangent(tensor: torch.Tensor) -> bool:
@@ -62,15 +89,20 @@ def has_forward_tangent(tensor: torch.Tensor) -> bool:
 
 
 def functorch_is_active() -> bool:
-    """Whether a ``torch.func`` transform is running."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """Whether a ``torch.func`` transform is running.
+
+    Degrades to False: what a transform then makes of an op is torch's own error, or ours for a
+    tangent.
+    """
+    query = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return query is not None and bool(query())
 
 
 def autograd_kernel(
     op: torch._ops.OpOverload,
     backward: Callable[..., Any],
     setup_context: Callable[..., None],
-) -> Callable[..., Any]:
+) -> Callable[..., Any] | None:
     """The kernel that ``torch.library.register_autograd`` would register, for wrapping.
 
     Args:
@@ -79,10 +111,14 @@ def autograd_kernel(
         setup_context: As for ``torch.library.register_autograd``.
 
     Returns:
-        A function ``(keyset, *args, **kwargs)`` for ``Library.impl(..., with_keyset=True)``.
+        A function ``(keyset, *args, **kwargs)`` for ``Library.impl(..., with_keyset=True)``; None
+        where a newer torch makes it otherwise. The op then registers by the public function, and
+        forward mode is no longer refused.
     """
-    from torch._library.autograd import Info, make_autograd_impl
-
+    try:
+        from torch._library.autograd import Info, make_autograd_impl
+    except ImportError:
+        return None
     return make_autograd_impl(op, Info(backward, setup_context))
 
 
@@ -91,6 +127,32 @@ def inductor_config() -> Any:
     import torch._inductor.config
 
     return torch._inductor.config
+
+
+def rewrite_lacks() -> str | None:
+    """What the rewrite needs and this torch has not, in words; None if nothing.
+
+    Asked once, before anything is installed: a pass that found out in the middle of a graph would
+    leave half a graph.
+    """
+    for module, name in _NEEDED_BY_REWRITE:
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return f"torch {torch.__version__} has no {module}.{name}"
+    return None
+
+
+_NEEDED_BY_REWRITE = (
+    ("torch._inductor.config", "pre_grad_custom_pass"),
+    ("torch._inductor.custom_graph_pass", "CustomGraphPass"),
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    ("torch", "UntypedStorage._cdata"),
+)
 
 
 def early_pass_options() -> dict[str, Any]:
@@ -105,18 +167,30 @@ def early_pass_options() -> dict[str, Any]:
 
 
 def graph_pass_base() -> type:
-    """Base class of graph passes whose ``uuid()`` enters Inductor's cache key."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    """Base class of graph passes whose ``uuid()`` enters Inductor's cache key.
 
+    Degrades to ``object``; `rewrite_lacks` then keeps every pass out.
+    """
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:
+        return object
     return CustomGraphPass
 
 
 def compile_with_inductor(
     graph_module: torch.fx.GraphModule, example_inputs: Any, options: dict[str, Any]
 ) -> Any:
-    """Compile a graph from Dynamo with Inductor under config options."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compile a graph from Dynamo with Inductor under config options.
 
+    Degrades to the backend that torch itself calls ``inductor``, which takes no options here.
+    """
+    try:
+        from torch._inductor.compile_fx import compile_fx
+    except ImportError:
+        if options:
+            raise
+        return torch._dynamo.lookup_backend("inductor")(graph_module, example_inputs)
     return compile_fx(graph_module, example_inputs, config_patches=options)
 
 
@@ -131,8 +205,19 @@ def reset_cuda_graphs() -> None:
         reset()
 
 
+def fresh_compile_cache() -> AbstractContextManager[Any]:
+    """Compile in a block with Inductor's caches empty. Degrades to the caches as they are."""
+    from torch._inductor import utils
+
+    fresh = getattr(utils, "fresh_cache", None)
+    return nullcontext() if fresh is None else fresh()
+
+
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
-    """Config options of a ``torch.compile`` mode."""
+    """Config options of a ``torch.compile`` mode.
+
+    There is nothing to degrade to: without the list a mode other than the default is an error.
+    """
     if mode is None or mode == "default":
         return {}
     return dict(torch._inductor.list_mode_options(mode))
@@ -142,33 +227,45 @@ def register_backend(backend: Callable[..., Any], name: str) -> None:
     """Make a backend known to ``torch.compile`` by name, unless it is already.
 
     The entry point of the installed package does the same without an import; this serves a source
-    tree on ``PYTHONPATH``.
+    tree on ``PYTHONPATH``. Degrades to the entry point alone.
     """
-    from torch._dynamo.backends import registry
-
-    if name not in registry._COMPILER_FNS:
+    try:
+        from torch._dynamo.backends import registry
+    except ImportError:
+        return
+    if name not in getattr(registry, "_COMPILER_FNS", (name,)):
         registry.register_backend(backend, name=name)
 
 
 def compile_attempt() -> tuple[str, int] | None:
-    """The compilation that is running and how often Dynamo has restarted it; None outside one."""
-    from torch._guards import CompileContext
+    """The compilation that is running and how often Dynamo has restarted it; None outside one.
 
-    trace = CompileContext.current_trace_id()
-    return None if trace is None else (str(trace.compile_id), trace.attempt)
+    Degrades to None: what was noted in an attempt that Dynamo threw away is then told twice.
+    """
+    try:
+        from torch._guards import CompileContext
+
+        trace = CompileContext.current_trace_id()
+        return None if trace is None else (str(trace.compile_id), trace.attempt)
+    except (ImportError, AttributeError):
+        return None
 
 
 def count(key: str, times: int = 1) -> None:
-    """Count events in ``torch._dynamo.utils.counters["greyhound"]``."""
-    from torch._dynamo.utils import counters
-
+    """Count events in ``torch._dynamo.utils.counters["greyhound"]``. Degrades to nothing."""
+    try:
+        from torch._dynamo.utils import counters
+    except ImportError:
+        return
     counters["greyhound"][key] += times
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Put a text into torch's structured trace (``TORCH_TRACE``)."""
-    from torch._logging import trace_structured  # type: ignore[attr-defined]
-
+    """Put a text into torch's structured trace (``TORCH_TRACE``). Degrades to nothing."""
+    try:
+        from torch._logging import trace_structured  # type: ignore[attr-defined]
+    except ImportError:
+        return
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -177,7 +274,10 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:
-    """The value a symbolic size had when it was traced, without a guard; None if it had none."""
+    """The value a symbolic size had when it was traced, without a guard; None if it had none.
+
+    Degrades to None: the rewrite is then declined, or its bytes are not told.
+    """
     if isinstance(size, int):
         return size
     hint = getattr(size.node, "hint", None)
@@ -187,36 +287,50 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 def static_size(size: int | torch.SymInt) -> int | None:
     """A size as a number if it is one in every run, without adding a guard; else None.
 
-    Dynamo leaves sizes as symbols that it has since proved equal to a constant.
+    Dynamo leaves sizes as symbols that it has since proved equal to a constant. Degrades to None.
     """
     if isinstance(size, int):
         return size
-    value = size.node.maybe_as_int()
+    known = getattr(size.node, "maybe_as_int", None)
+    value = None if known is None else known()
     return None if value is None else int(value)
 
 
 def legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
-    """The ``reduction`` that torch's deprecated pair of switches stands for."""
-    from torch.nn import _reduction
+    """The ``reduction`` that torch's deprecated pair of switches stands for.
 
-    return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
+    Nothing private: torch's own function for it also warns.
+    """
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of a (fake) tensor's storage: views of one another share it."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of a (fake) tensor's storage: views of one another share it.
+
+    Degrades to its address, which fake tensors do not have: see `rewrite_lacks`.
+    """
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", 0)) or storage.data_ptr()
 
 
 def is_plain_fake(value: object) -> bool:
-    """Whether an example value is an ordinary tensor and no subclass such as DTensor."""
+    """Whether an example value is an ordinary tensor and no subclass such as DTensor.
+
+    The rewrite is off without fake tensors: see `rewrite_lacks`; likewise the next two.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def linear_function() -> Any:
-    """What ``torch.nn.functional.linear`` is in a graph from Dynamo."""
-    return torch._C._nn.linear
+    """What ``torch.nn.functional.linear`` is in a graph from Dynamo.
+
+    Degrades to ``torch.nn.functional.linear``.
+    """
+    return getattr(torch._C._nn, "linear", torch.nn.functional.linear)
 
 
 def constant_under_dynamo(function: _Function) -> _Function:
@@ -233,9 +347,20 @@ def constant_under_dynamo(function: _Function) -> _Function:
 def autograd_in_op() -> Iterator[None]:
     """Record gradients inside an operator's implementation, below which autograd is excluded.
 
-    There is nothing to degrade to: without these names a loss that autograd has to differentiate
-    fails here, and all else works.
+    Degrades to gradients being enabled, which records nothing down there: a loss that autograd has
+    to differentiate is then an error, and one that brings its gradient is right.
     """
+    needed = (
+        "DispatchKey",
+        "DispatchKeySet",
+        "_ForceDispatchKeyGuard",
+        "_dispatch_tls_local_exclude_set",
+        "_dispatch_tls_local_include_set",
+    )
+    if not all(hasattr(torch._C, each) for each in needed):
+        with torch.enable_grad():
+            yield
+        return
     key = torch._C.DispatchKey
     outside = torch._C._dispatch_tls_local_exclude_set()
     exclude = torch._C.DispatchKeySet(key.Undefined)
@@ -332,13 +457,19 @@ def statically_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool
 def size_parts(
     size: torch.SymInt,
 ) -> tuple[Callable[[Any, Any], Any], list[int | torch.SymInt]] | None:
-    """The operator and terms that a symbolic size is made of, if it is a product or a sum."""
+    """The operator and terms that a symbolic size is made of, if it is a product or a sum.
+
+    Degrades to None, as for a size that is neither.
+    """
     import operator
 
     import sympy  # type: ignore[import-untyped]
 
     node = size.node
     expression = getattr(node, "expr", None)
+    make = getattr(getattr(node, "shape_env", None), "create_symintnode", None)
+    if make is None:
+        return None
     if isinstance(expression, sympy.Mul):
         function: Callable[[Any, Any], Any] = operator.mul
     elif isinstance(expression, sympy.Add):
@@ -350,7 +481,7 @@ def size_parts(
         if isinstance(term, sympy.Integer):
             terms.append(int(term))
         else:
-            terms.append(node.shape_env.create_symintnode(term, hint=None))
+            terms.append(make(term, hint=None))
     return function, terms
 
 
@@ -366,9 +497,14 @@ def fake_mode_of(tensors: list[torch.Tensor]) -> Any:
 
 
 def decompositions(names: list[str]) -> dict[Any, Callable[..., Any]]:
-    """Torch's own decompositions of some ATen operators by name; unknown ones are left out."""
-    from torch._decomp import get_decompositions
+    """Torch's own decompositions of some ATen operators by name; unknown ones are left out.
 
+    Degrades to none: fewer losses are then proved to be row-wise.
+    """
+    try:
+        from torch._decomp import get_decompositions
+    except ImportError:
+        return {}
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return dict(get_decompositions(packets))
 

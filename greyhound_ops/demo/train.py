@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from greyhound_ops import torch_private
 from greyhound_ops.demo.model import GPT, GPTConfig
 from greyhound_ops.testing import peak_memory
 
@@ -240,9 +241,7 @@ def warm_up_compiler(device: torch.device) -> None:
 def _cold_compile_cache() -> Iterator[None]:
     # A graph taken from the cache of an earlier run costs no compile time and runs no pass, so
     # neither could be reported.
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache():
+    with torch_private.fresh_compile_cache():
         yield
 
 

@@ -81,13 +81,19 @@ class Op:
     ) -> None:
         """Register a derivative; forward mode is refused instead of answered with a silent zero.
 
+        A torch that makes its kernels otherwise gets the derivative without the refusal.
+
         Args:
             setup_context: As for `torch.library.register_autograd`.
             backward: Likewise; returns one gradient per argument.
         """
-        kernel = torch_private.autograd_kernel(self.overload, backward, setup_context)
         name = self.name
+        kernel = torch_private.autograd_kernel(self.overload, backward, setup_context)
         defaults = tuple(each.default_value for each in self.overload._schema.arguments)
+        self._function = self._functorch_function(setup_context, backward)
+        if kernel is None:
+            self._publicly(setup_context, backward, defaults)
+            return
 
         def guarded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             for value in _tensors((*args, *kwargs.values())):
@@ -102,7 +108,24 @@ class Op:
             return kernel(keyset, *args, *defaults[len(args) :], **kwargs)
 
         LIBRARY.impl(self._opname, guarded, "Autograd", with_keyset=True)
-        self._function = self._functorch_function(setup_context, backward)
+
+    def _publicly(
+        self,
+        setup_context: Callable[..., None],
+        backward: Callable[..., tuple[Any, ...]],
+        defaults: tuple[Any, ...],
+    ) -> None:
+        """Register a derivative by torch's public function, which lacks a look at the tangents."""
+
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            # As in `autograd`: arguments that have their default are not given.
+            ctx.arguments_given = len(inputs)
+            setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
+
+        def rule(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return backward(ctx, *grads)[: ctx.arguments_given]
+
+        torch.library.register_autograd(self.name, rule, setup_context=setup, lib=LIBRARY)
 
     def autocast(self) -> None:
         """Let autocast set the dtype of the products.
@@ -210,7 +233,9 @@ class Op:
 
 
 def _needs_grad(ctx: Any, op: Op, name: str) -> bool:
-    return bool(ctx.needs_input_grad[op.arguments.index(name)])
+    # Behind the end: an argument that was not given, by a torch that does not tell of those.
+    given = ctx.needs_input_grad[op.arguments.index(name) :]
+    return bool(given and given[0])
 
 
 def check_flags(ctx: Any, op: Op, call: dict[str, Any], operands: tuple[str, ...]) -> None:

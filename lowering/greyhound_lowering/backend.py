@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from greyhound_lowering.hooks import HOOK, _settings, chained, passes_of
+from greyhound_lowering.hooks import HOOK, _settings, available, chained, passes_of
 from greyhound_lowering.rewrite_pass import RewritePass
 from greyhound_ops import torch_private
 
@@ -39,6 +39,9 @@ def greyhound(
     given = dict(options or {})
     ours = {key[len(PREFIX) :]: given.pop(key) for key in list(given) if key.startswith(PREFIX)}
     patches = {**torch_private.inductor_mode_options(mode), **given}
+    if not available():
+        _settings(ours)  # a wrong setting is an error all the same
+        return torch_private.compile_with_inductor(graph_module, example_inputs, patches)
     existing = patches.get(HOOK, getattr(torch_private.inductor_config(), HOOK))
     if not ours and _rewrites_already(existing):
         return torch_private.compile_with_inductor(graph_module, example_inputs, patches)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from greyhound_lowering.report import account
 from greyhound_lowering.rewrite_pass import RewritePass
 from greyhound_lowering.settings import RewriteSettings, from_environment
 from greyhound_ops import torch_private
@@ -90,10 +91,19 @@ def _settings(changes: dict[str, Any]) -> RewriteSettings:
     return dataclasses.replace(from_environment(), **changes)
 
 
+def available() -> bool:
+    """Whether this torch has what the rewrite needs; if not, `explain` tells what is missing."""
+    reason = torch_private.rewrite_lacks()
+    if reason is not None:
+        account.unavailable(reason)
+    return reason is None
+
+
 def enable(**settings: Any) -> None:
     """Rewrite every graph that Inductor compiles in this process from now on.
 
-    Graphs compiled before stay as they are; ``torch.compiler.reset()`` drops them.
+    Graphs compiled before stay as they are; ``torch.compiler.reset()`` drops them. With a torch
+    that lacks what the rewrite needs nothing is done but a warning.
 
     Args:
         **settings: Fields of `RewriteSettings`; the others as the environment gives them.
@@ -104,6 +114,8 @@ def enable(**settings: Any) -> None:
     """
     global _installed
     wanted = _settings(settings)
+    if not available():
+        return
     with _lock:
         if _installed is not None:
             _installed.remove()
@@ -137,6 +149,9 @@ def enabled(on: bool = True, **settings: Any) -> Iterator[None]:
     """
     global _installed
     wanted = _settings(settings)  # refused before anything is touched
+    if not available():
+        yield
+        return
     with _lock:
         outer = _installed
         if outer is not None:

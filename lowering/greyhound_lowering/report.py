@@ -57,10 +57,12 @@ class Report:
     Attributes:
         decisions: One for every projection that was found.
         pictures: What to draw of each graph.
+        unavailable: What this torch lacks, so that nothing is rewritten; empty if nothing.
     """
 
     decisions: tuple[Decision, ...]
     pictures: tuple[drawing.Picture, ...] = ()
+    unavailable: str = ""
 
     @property
     def rewritten_count(self) -> int:
@@ -87,10 +89,13 @@ class Report:
             "rewritten_count": self.rewritten_count,
             "left_count": self.left_count,
             "logits_bytes_avoided": self.logits_bytes_avoided,
+            "unavailable": self.unavailable,
             "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
         }
 
     def __str__(self) -> str:
+        if self.unavailable:
+            return f"the rewrite is off: {self.unavailable}"
         if not self.decisions:
             return "no projection followed by a loss was found in any graph compiled so far"
         lines = [
@@ -228,6 +233,7 @@ class _Account:
         self._decisions: list[Decision] = []
         self._pictures: dict[int, drawing.Picture] = {}
         self._hinted = False
+        self._unavailable = ""
         self._graphs = 0
         self._attempt: tuple[str, int] | None = None
         self._start_of_compilation = 0
@@ -286,9 +292,16 @@ class _Account:
             ", or set returned_logits='nan' if nobody reads them" if beside else "",
         )
 
+    def unavailable(self, reason: str) -> None:
+        """Say once per process why nothing will be rewritten."""
+        with self._lock:
+            said, self._unavailable = self._unavailable, reason
+        if said != reason:
+            log.warning("the rewrite is off: %s; greyhound_ops.functional works as ever", reason)
+
     def report(self) -> Report:
         with self._lock:
-            return Report(tuple(self._decisions), tuple(self._pictures.values()))
+            return Report(tuple(self._decisions), tuple(self._pictures.values()), self._unavailable)
 
     def clear(self) -> None:
         with self._lock:
