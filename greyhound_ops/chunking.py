@@ -87,6 +87,8 @@ def chunk_budget_bytes(
     need_grad_weight: bool,
     need_grads: bool,
     final_cast_bytes: int = 0,
+    accumulator_bytes: int = 0,
+    whole_bytes: int = 0,
     override_bytes: int | None = None,
     budget: Budget | None = None,
 ) -> int:
@@ -99,6 +101,11 @@ def chunk_budget_bytes(
         final_cast_bytes: Bytes that are allocated after the last chunk is freed, for the cast of an
             fp32 accumulator into the dtype of the weight. The peak counts whichever of the two is
             larger, so a chunk up to this size costs nothing.
+        accumulator_bytes: Bytes of an accumulator that several chunks would need and a single one
+            would not: its product is the gradient.
+        whole_bytes: Logits of all rows. Where they are no more than ``accumulator_bytes`` they are
+            one chunk: the peak is the same or lower, and neither is a sum read and written again
+            nor is there a cast at the end, 3 to 5% of a step (docs/performance.md).
         override_bytes: The user's own cap; wins over everything.
         budget: Caps of an op that needs others than the device's, or None.
 
@@ -110,5 +117,6 @@ def chunk_budget_bytes(
     if budget is None:
         budget = CUDA_BUDGET if device_type == "cuda" else CPU_BUDGET
     if need_grad_weight:
-        return max(budget.with_grad_weight_bytes, final_cast_bytes)
+        most = max(budget.with_grad_weight_bytes, final_cast_bytes)
+        return max(most, whole_bytes) if whole_bytes <= accumulator_bytes else most
     return budget.without_grad_weight_bytes if need_grads else budget.forward_only_bytes

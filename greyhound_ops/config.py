@@ -34,6 +34,9 @@ class Settings:
         kernel_failure: What a Triton kernel that cannot be compiled or launched does to its op:
             ``"fallback"`` warns once and takes PyTorch operators from then on, ``"raise"`` passes
             the failure on.
+        skip_ignored: Compute only the rows that count, where the products can be bounded by a
+            number on the device (bf16 on Hopper and later). False takes cuBLAS's products over
+            all rows.
     """
 
     checks: bool = False
@@ -41,6 +44,7 @@ class Settings:
     chunk_budget_bytes: int | None = None
     region_body: BodyChoice = "auto"
     kernel_failure: FailureChoice = "fallback"
+    skip_ignored: bool = True
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "triton", "torch"):
@@ -108,6 +112,7 @@ def _from_environment() -> Settings:
         kernel_failure=os.environ.get(  # type: ignore[arg-type]
             "GREYHOUND_KERNEL_FAILURE", "fallback"
         ),
+        skip_ignored=env_bool("GREYHOUND_SKIP_IGNORED", True),
     )
 
 

@@ -17,6 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+# Rows of one block of a sum over rows: what the products of `kernels.products` read beyond the last
+# row that counts.
+LIVE_ROWS = tl.constexpr(64)
+
 
 @triton.jit
 def _transform(x, logit_scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
@@ -49,6 +53,8 @@ def row_loss_and_grad(
     row_scale_stride,
     lse_grad_ptr,  # [C] upstream gradient of each row's log-sum-exp, or None
     lse_grad_stride,
+    live_ptr,  # scalar int32, how many rows count of those that `live_start` numbers, or None
+    live_start,
     num_classes,
     ignore_index,
     label_smoothing,
@@ -64,6 +70,7 @@ def row_loss_and_grad(
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     HAS_LSE_GRAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,7 +87,13 @@ def row_loss_and_grad(
             tl.store(statistics_ptr + statistics_stride + row, 0.0)
         if WRITE_GRAD:
             # Zeros by store, not by a product with zero: these logits may be inf or NaN.
-            for start in range(0, num_classes, BLOCK):
+            end = num_classes
+            if HAS_LIVE:
+                # The products end with the last block of LIVE_ROWS rows that holds one that counts.
+                blocks = tl.cdiv(tl.load(live_ptr) - live_start, LIVE_ROWS)
+                read = (row < blocks * LIVE_ROWS) | ((live_start == 0) & (row < LIVE_ROWS))
+                end = tl.where(read, num_classes, 0)
+            for start in range(0, end, BLOCK):
                 j = start + columns
                 zeros = tl.zeros([BLOCK], dtype=grad_ptr.dtype.element_ty)
                 tl.store(grad_row_ptr + j, zeros, mask=j < num_classes)
@@ -215,6 +228,8 @@ def cross_entropy_kernel(
     row_scale_stride,
     lse_grad_ptr,  # [C] upstream gradient of each row's log-sum-exp, or None
     lse_grad_stride,
+    live_ptr,  # scalar int32, how many rows count of those that `live_start` numbers, or None
+    live_start,
     num_classes,
     ignore_index,
     label_smoothing,
@@ -230,6 +245,7 @@ def cross_entropy_kernel(
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     HAS_LSE_GRAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -254,6 +270,8 @@ def cross_entropy_kernel(
         row_scale_stride,
         lse_grad_ptr,
         lse_grad_stride,
+        live_ptr,
+        live_start,
         num_classes,
         ignore_index,
         label_smoothing,
@@ -269,6 +287,7 @@ def cross_entropy_kernel(
         HAS_GRAD_SCALE,
         HAS_ROW_SCALE,
         HAS_LSE_GRAD,
+        HAS_LIVE,
         READ_STATISTICS,
         WRITE_GRAD,
         BLOCK,
@@ -298,6 +317,8 @@ def cross_entropy(
     row_scale: torch.Tensor | None,
     lse_grad: torch.Tensor | None = None,
     grad_logits: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+    live_start: int = 0,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -324,6 +345,9 @@ def cross_entropy(
         lse_grad: ``[C]``, upstream gradient of each row's log-sum-exp, any stride, or None.
         grad_logits: ``[C, V]`` out if ``write_grad``, unit column stride, for logits that are
             somebody else's; None to write over the logits.
+        live: Scalar int32 on the device: how many rows of a call count, which come first. Zeros are
+            then written only as far as `LIVE_ROWS` says, since no product reads further.
+        live_start: Number, in the call, of the first row here.
         ignore_index: Target value of rows that do not count; they get zeros.
         label_smoothing: In ``[0, 1]``.
         z_loss: Multiplier of the squared log-sum-exp.
@@ -355,6 +379,8 @@ def cross_entropy(
         0 if row_scale is None else row_scale.stride(0),
         lse_grad,
         0 if lse_grad is None else lse_grad.stride(0),
+        live,
+        live_start,
         num_classes,
         ignore_index,
         label_smoothing,
@@ -370,6 +396,7 @@ def cross_entropy(
         HAS_GRAD_SCALE=grad_scale is not None,
         HAS_ROW_SCALE=row_scale is not None,
         HAS_LSE_GRAD=lse_grad is not None,
+        HAS_LIVE=live is not None,
         READ_STATISTICS=read_statistics,
         WRITE_GRAD=write_grad,
         BLOCK=block,

@@ -19,14 +19,13 @@ would be above 69) is found by its sum; its tile of 128 rows is then projected o
 logits stored, and goes through the row kernel of `cross_entropy`. Both launches are always made and
 end at once where nothing is flagged: the host is never asked.
 
-With nothing to differentiate not even exponentials are stored, only the maximum and sum of each
-tile's rows.
+With nothing to differentiate not even exponentials are stored, only their sum over each tile's
+rows; what overflows is projected once more for the maximum of each tile as well.
 
 Measured on an H200 (docs/performance.md): the pass over the logits that this replaces costs 7% of a
 step with a frozen head.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,13 @@ import triton
 import triton.language as tl
 
 from greyhound_ops.kernels.cross_entropy import _transform, row_loss_and_grad
+from greyhound_ops.kernels.products import (
+    Products,
+    _rows_here,
+    has_tensor_memory_accelerator,
+    multiprocessors,
+    tma_ready,
+)
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -60,6 +66,7 @@ def reference_kernel(
     bias_ptr,  # [V] or None
     target_ptr,  # [N]
     target_stride,
+    order_ptr,  # [N] row of the input of each, or None
     reference_ptr,  # [N] out, float32: logit of the target; inf for ignored rows
     num_classes,
     hidden_size,
@@ -69,6 +76,7 @@ def reference_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -76,13 +84,16 @@ def reference_kernel(
     if target == ignore_index:
         tl.store(reference_ptr + row, float("inf"))
     else:
+        source = row
+        if HAS_ORDER:
+            source = tl.load(order_ptr + row)
         in_range = (target >= 0) & (target < num_classes)
         safe_target = tl.where(in_range, target, 0)
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, hidden_size, BLOCK):
             d = start + tl.arange(0, BLOCK)
             inside = d < hidden_size
-            x = tl.load(input_ptr + row * input_stride + d, mask=inside, other=0.0)
+            x = tl.load(input_ptr + source * input_stride + d, mask=inside, other=0.0)
             w = tl.load(weight_ptr + safe_target * weight_stride + d, mask=inside, other=0.0)
             total += x.to(tl.float32) * w.to(tl.float32)
         logit = tl.sum(total, 0)
@@ -115,16 +126,17 @@ def _store_half(
         bias = tl.load(bias_ptr + columns, mask=columns < num_classes, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     total = reference
-    if MODE == "exponentials":
+    if MODE == "exponentials" or MODE == "sums":
         z = _transform(acc, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         # inf marks ignored rows: exact zeros, whatever their logits are.
         keep = (reference != float("inf"))[:, None] & (columns < num_classes)[None, :]
         acc = tl.where(keep, tl.exp(z - reference[:, None]), 0.0)
         total = tl.sum(acc, 1)
-        if HAS_SOFTCAP:
+        if HAS_SOFTCAP and MODE == "exponentials":
             capped = z / softcap
             acc *= 1.0 - capped * capped
-    out_desc.store([row_start, column_start], acc.to(out_desc.dtype))
+    if MODE != "sums":
+        out_desc.store([row_start, column_start], acc.to(out_desc.dtype))
     return total
 
 
@@ -132,44 +144,51 @@ def _store_half(
 def projection_kernel(
     input_desc,  # [M, D] in tiles [BLOCK_M, BLOCK_K]
     weight_desc,  # [V, D] in tiles [BLOCK_N, BLOCK_K]
-    out_desc,  # [M, V] in tiles [BLOCK_M, BLOCK_N / 2]; unused for MODE "statistics"
+    out_desc,  # [M, V] in tiles [BLOCK_M, BLOCK_N / 2]; for MODE "exponentials" and "logits"
     reference_ptr,  # [M] float32
     bias_ptr,  # [V] or None
     sums_ptr,  # [tiles of V, M] out, float32
     tops_ptr,  # [tiles of V, M] out, float32; for MODE "statistics"
-    flags_ptr,  # [tiles of M] int32; for MODE "logits"
+    flags_ptr,  # [tiles of M] int32, tiles to repair; for MODE "logits" and "statistics"
+    live_ptr,  # scalar int32, how many rows count of those that `start` numbers, or None
+    start,
     num_rows,
     num_classes,
     hidden_size,
     logit_scale,
     softcap,
-    MODE: tl.constexpr,  # "exponentials", "statistics" or "logits"
+    MODE: tl.constexpr,  # "exponentials" or "sums"; to repair those, "logits" or "statistics"
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FLAGS: tl.constexpr,  # tiles of M, rounded up to a power of two
     WIDEN: tl.constexpr,  # the interpreter multiplies the bits of bf16, not its values
 ):
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    rows_here = num_rows
+    if HAS_LIVE:
+        rows_here = _rows_here(live_ptr, start, num_rows)
+    tiles_m = tl.cdiv(rows_here, BLOCK_M)
     tiles_n = tl.cdiv(num_classes, BLOCK_N)
     tiles_k = tl.cdiv(hidden_size, BLOCK_K)
     stop = tiles_m * tiles_n
-    if MODE == "logits":
+    repairs: tl.constexpr = MODE == "logits" or MODE == "statistics"
+    if repairs:
         at = tl.arange(0, FLAGS)
         flags = tl.load(flags_ptr + at, mask=at < tiles_m, other=0)
         stop = tl.where(tl.max(flags, 0) > 0, stop, 0)
     # Flattened, the loads of a tile's first operands run behind the epilogue of the tile before:
     # 2 to 3% of the projection. A loop with a branch in it cannot be.
-    for tile in tl.range(tl.program_id(0), stop, tl.num_programs(0), flatten=MODE != "logits"):
+    for tile in tl.range(tl.program_id(0), stop, tl.num_programs(0), flatten=not repairs):
         # Rows first: the programs that run together share tiles of the weight, so that it comes
         # from HBM once, while the input (32 MB at 4096 x 4096) stays in L2.
         tile_m = tile % tiles_m
         tile_n = tile // tiles_m
         wanted = True
-        if MODE == "logits":
+        if repairs:
             wanted = tl.load(flags_ptr + tile_m) != 0
         if wanted:
             row_start = tile_m * BLOCK_M
@@ -202,7 +221,7 @@ def projection_kernel(
                 halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
                 left, right = tl.split(halves)
                 reference = tl.zeros([BLOCK_M], dtype=tl.float32)
-                if MODE == "exponentials":
+                if MODE != "logits":
                     reference = tl.load(
                         reference_ptr + rows, mask=rows < num_rows, other=float("inf")
                     )
@@ -238,7 +257,7 @@ def projection_kernel(
                     HAS_SOFTCAP,
                     BLOCK_N // 2,
                 )
-                if MODE == "exponentials":
+                if MODE != "logits":
                     at = tile_n.to(tl.int64) * num_rows + rows
                     tl.store(sums_ptr + at, total, mask=rows < num_rows)
 
@@ -366,6 +385,8 @@ def repair_kernel(
             0,
             absent_ptr,
             0,
+            absent_ptr,
+            0,
             num_classes,
             ignore_index,
             0.0,
@@ -379,6 +400,7 @@ def repair_kernel(
             HAS_SCALE,
             HAS_SOFTCAP,
             HAS_GRAD_SCALE,
+            False,
             False,
             False,
             False,
@@ -400,6 +422,7 @@ def statistics_kernel(
     loss_ptr,
     statistics_ptr,
     statistics_stride,
+    flags_ptr,  # [tiles of M] int32: tiles to repair
     class_weight_ptr,
     num_rows,
     num_classes,
@@ -408,15 +431,13 @@ def statistics_kernel(
     z_loss,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row * target_stride).to(tl.int64)
-    if target == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        tl.store(statistics_ptr + row, 0.0)
-        tl.store(statistics_ptr + statistics_stride + row, 0.0)
-    else:
+    # What the others got from their sums stays, ignored rows' zeros too.
+    if (tl.load(flags_ptr + row // BLOCK_M) != 0) & (target != ignore_index):
         in_range = (target >= 0) & (target < num_classes)
         safe_target = tl.where(in_range, target, 0)
         poison = tl.where(in_range, 0.0, float("nan")).to(tl.float32)
@@ -468,28 +489,6 @@ def grad_input_kernel(
     tl.store(out_ptr + row * out_stride + d, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # the interpreter: few, so that a program has several tiles
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _has_tensor_memory_accelerator(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _tma_ready(matrix: torch.Tensor) -> bool:
-    """Whether a matrix can be read in bulk: unit columns, rows and start on 16 bytes."""
-    return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) >= matrix.shape[1]
-        and (matrix.stride(0) * matrix.element_size()) % 16 == 0
-        and matrix.data_ptr() % 16 == 0
-    )
-
-
 def supported(input: torch.Tensor, weight: torch.Tensor, *, interpreted: bool = False) -> bool:
     """Whether these operands can take this path.
 
@@ -502,9 +501,9 @@ def supported(input: torch.Tensor, weight: torch.Tensor, *, interpreted: bool = 
         return False
     if input.shape[0] < BLOCK_M or input.shape[1] == 0:
         return False
-    if not interpreted and not (input.is_cuda and _has_tensor_memory_accelerator(input.device)):
+    if not interpreted and not (input.is_cuda and has_tensor_memory_accelerator(input.device)):
         return False
-    return _tma_ready(input) and _tma_ready(weight)
+    return tma_ready(input) and tma_ready(weight)
 
 
 class Exponentials:
@@ -522,6 +521,8 @@ class Exponentials:
         z_loss: Multiplier of the squared log-sum-exp.
         logit_scale: Factor on the logits.
         softcap: Cap of the logits, or None.
+        live: Products over the rows that count, whose order the target is in, or None for all rows
+            of the input in theirs.
     """
 
     def __init__(
@@ -537,7 +538,11 @@ class Exponentials:
         z_loss: float,
         logit_scale: float,
         softcap: float | None,
+        live: Products | None = None,
     ) -> None:
+        self.live = live
+        self._rows = input.new_empty(0)
+        self._held: slice | None = None
         self.input, self.weight, self.bias, self.target = input, weight, bias, target
         self.class_weight, self.grad_scale = class_weight, grad_scale
         self.ignore_index, self.z_loss = ignore_index, z_loss
@@ -554,6 +559,7 @@ class Exponentials:
             bias,
             target,
             target.stride(0),
+            None if live is None else live.order,
             self.reference,
             self.num_classes,
             self.hidden_size,
@@ -563,9 +569,21 @@ class Exponentials:
             HAS_BIAS=bias is not None,
             HAS_SCALE=logit_scale != 1.0,
             HAS_SOFTCAP=softcap is not None,
+            HAS_ORDER=live is not None,
             BLOCK=min(triton.next_power_of_2(self.hidden_size), 1024),
             num_warps=4,
         )
+
+    def _gathered(self, rows: slice) -> torch.Tensor:
+        """Rows of the input in the order of the target."""
+        assert self.live is not None
+        num_rows = rows.stop - rows.start
+        if self._rows.shape[0] < num_rows:
+            self._rows = self.input.new_empty((num_rows, self.hidden_size))
+        if self._held != rows:  # a repair reads them again
+            self.live.gather(self.input, self._rows[:num_rows], rows.start)
+            self._held = rows
+        return self._rows[:num_rows]
 
     def _project(
         self,
@@ -576,7 +594,7 @@ class Exponentials:
         tops: Any = None,
         flags: Any = None,
     ) -> None:
-        chunk = self.input[rows]
+        chunk = self.input[rows] if self.live is None else self._gathered(rows)
         num_rows = chunk.shape[0]
         tiles = triton.cdiv(num_rows, BLOCK_M) * self.tiles_n
         out_desc = None
@@ -584,7 +602,7 @@ class Exponentials:
             out_desc = TensorDescriptor(
                 out, list(out.shape), list(out.stride()), [BLOCK_M, BLOCK_N // 2]
             )
-        projection_kernel[(min(_multiprocessors(chunk.device), tiles),)](
+        projection_kernel[(min(multiprocessors(chunk.device), tiles),)](
             TensorDescriptor.from_tensor(chunk, [BLOCK_M, BLOCK_K]),
             self._weight_desc,
             out_desc,
@@ -593,6 +611,8 @@ class Exponentials:
             sums,
             tops,
             flags,
+            None if self.live is None else self.live.live,
+            rows.start,
             num_rows,
             self.num_classes,
             self.hidden_size,
@@ -602,6 +622,7 @@ class Exponentials:
             HAS_BIAS=self.bias is not None,
             HAS_SCALE=self.logit_scale != 1.0,
             HAS_SOFTCAP=self.softcap is not None,
+            HAS_LIVE=self.live is not None,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             BLOCK_K=BLOCK_K,
@@ -621,56 +642,49 @@ class Exponentials:
             statistics: ``[2, stop - start]`` float32, out.
         """
         rows = slice(start, stop)
-        partial = loss.new_empty((2, self.tiles_n, stop - start))
-        self._project("statistics", rows, None, partial[0], tops=partial[1])
+        num_rows = stop - start
+        sums = loss.new_empty((self.tiles_n, num_rows))
+        self._project("sums", rows, None, sums)
+        _, _, flags = self._finalise(rows, sums, loss, statistics, None)
+        tops = torch.empty_like(sums)
+        self._project("statistics", rows, None, sums, tops=tops, flags=flags)
         target = self.target[rows]
-        statistics_kernel[(stop - start,)](
+        statistics_kernel[(num_rows,)](
             target,
             target.stride(0),
             self.reference[rows],
-            partial[1],
-            partial[0],
+            tops,
+            sums,
             loss,
             statistics,
             statistics.stride(0),
+            flags,
             self.class_weight,
-            stop - start,
+            num_rows,
             self.num_classes,
             self.tiles_n,
             self.ignore_index,
             self.z_loss,
             HAS_CLASS_WEIGHT=self.class_weight is not None,
             HAS_Z_LOSS=self.z_loss != 0.0,
+            BLOCK_M=BLOCK_M,
             TILES=triton.next_power_of_2(self.tiles_n),
             num_warps=4,
         )
 
-    def exponentials(
-        self, start: int, stop: int, out: torch.Tensor, loss: torch.Tensor, statistics: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses of some rows and their exponentials.
-
-        Args:
-            start: First row.
-            stop: Row after the last.
-            out: ``[stop - start, V]`` bf16, rows on 16 bytes; holds the exponentials afterwards.
-            loss: ``[stop - start]`` float32, out.
-            statistics: ``[2, stop - start]`` float32, out.
-
-        Returns:
-            Factor of each row's product and weight of its target's row, ``[stop - start]`` float32.
-        """
-        rows = slice(start, stop)
-        num_rows = stop - start
-        sums = loss.new_empty((self.tiles_n, num_rows))
-        factor, hard = loss.new_empty((2, num_rows))
-        self._project("exponentials", rows, out, sums)
-        # Everything else comes after the first big launch: the host takes most of a millisecond
-        # for it, which is 4% of a step, and the device may as well be working then.
-        flags = torch.zeros(triton.cdiv(num_rows, BLOCK_M), dtype=torch.int32, device=loss.device)
-        grad_scale = self.grad_scale()
+    def _finalise(
+        self,
+        rows: slice,
+        sums: torch.Tensor,
+        loss: torch.Tensor,
+        statistics: torch.Tensor,
+        grad_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Losses and statistics from the sums: factor and hard of `exponentials`, and flags."""
         target = self.target[rows]
-        softcap = 0.0 if self.softcap is None else self.softcap
+        num_rows = target.shape[0]
+        factor, hard = loss.new_empty((2, num_rows))
+        flags = torch.zeros(triton.cdiv(num_rows, BLOCK_M), dtype=torch.int32, device=loss.device)
         finalise_kernel[(num_rows,)](
             target,
             target.stride(0),
@@ -690,7 +704,7 @@ class Exponentials:
             self.ignore_index,
             self.z_loss,
             self.logit_scale,
-            softcap,
+            0.0 if self.softcap is None else self.softcap,
             LARGEST_SUM,
             HAS_CLASS_WEIGHT=self.class_weight is not None,
             HAS_Z_LOSS=self.z_loss != 0.0,
@@ -700,6 +714,33 @@ class Exponentials:
             TILES=triton.next_power_of_2(self.tiles_n),
             num_warps=4,
         )
+        return factor, hard, flags
+
+    def exponentials(
+        self, start: int, stop: int, out: torch.Tensor, loss: torch.Tensor, statistics: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses of some rows and their exponentials.
+
+        Args:
+            start: First row.
+            stop: Row after the last.
+            out: ``[stop - start, V]`` bf16, rows on 16 bytes; holds the exponentials afterwards.
+            loss: ``[stop - start]`` float32, out.
+            statistics: ``[2, stop - start]`` float32, out.
+
+        Returns:
+            Factor of each row's product and weight of its target's row, ``[stop - start]`` float32.
+        """
+        rows = slice(start, stop)
+        num_rows = stop - start
+        sums = loss.new_empty((self.tiles_n, num_rows))
+        self._project("exponentials", rows, out, sums)
+        # Everything else comes after the first big launch: the host takes most of a millisecond
+        # for it, which is 4% of a step, and the device may as well be working then.
+        grad_scale = self.grad_scale()
+        factor, hard, flags = self._finalise(rows, sums, loss, statistics, grad_scale)
+        target = self.target[rows]
+        softcap = 0.0 if self.softcap is None else self.softcap
         self._project("logits", rows, out, sums, flags=flags)
         repair_kernel[(num_rows,)](
             out,

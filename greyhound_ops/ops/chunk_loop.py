@@ -88,13 +88,65 @@ def stored_bias_dtype(bias_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(bias_dtype, torch.float32)
 
 
+def row_bytes(
+    num_classes: int, compute_dtype: torch.dtype, device_type: str, beside: float = 0.0
+) -> int:
+    """Bytes of one row of logits in a chunk, with what the caller keeps beside it."""
+    element_bytes = compute_dtype.itemsize
+    if device_type != "cuda" and element_bytes < 4:
+        element_bytes += 4  # outside Triton the statistics work on an fp32 copy of the chunk
+    return int(_padded(num_classes, compute_dtype) * element_bytes * (1.0 + beside))
+
+
+def _padded(num_classes: int, compute_dtype: torch.dtype) -> int:
+    """Elements from one row of a chunk to the next.
+
+    Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
+    """
+    per_16_bytes = 16 // compute_dtype.itemsize
+    return -(-num_classes // per_16_bytes) * per_16_bytes
+
+
+def _budget_bytes(
+    device_type: str,
+    weight: Tensor,
+    needs: GradientNeeds,
+    compute_dtype: torch.dtype,
+    accum: str,
+    whole_bytes: int,
+    budget: chunking.Budget | None,
+    override_bytes: int | None = None,
+) -> int:
+    """The cap on a chunk's logits, by what its gradients need beside it."""
+    accum_dtype = accumulator_dtype(weight.dtype, compute_dtype, accum)
+    stored_dtype = stored_weight_dtype(weight.dtype, compute_dtype, accum)
+    cast_bytes = accumulator_bytes = 0
+    if needs.weight and stored_dtype != accum_dtype:
+        cast_bytes = weight.numel() * stored_dtype.itemsize
+        if device_type == "cuda":
+            accumulator_bytes = weight.numel() * accum_dtype.itemsize
+    return chunking.chunk_budget_bytes(
+        device_type,
+        need_grad_weight=needs.weight,
+        need_grads=bool(needs),
+        final_cast_bytes=cast_bytes,
+        accumulator_bytes=accumulator_bytes,
+        whole_bytes=whole_bytes,
+        override_bytes=override_bytes,
+        budget=budget,
+    )
+
+
 def backward_budget(
+    num_rows: int,
     device_type: str,
     weight: Tensor,
     needs: GradientNeeds,
     compute_dtype: torch.dtype,
     accum: str,
     budget: chunking.Budget | None = None,
+    *,
+    beside: float = 0.0,
 ) -> chunking.Budget | None:
     """Caps on a chunk of a forward whose gradients its backward makes: those of the backward.
 
@@ -104,17 +156,8 @@ def backward_budget(
     """
     if not needs:
         return budget
-    stored = stored_weight_dtype(weight.dtype, compute_dtype, accum)
-    cast_bytes = 0
-    if needs.weight and stored != accumulator_dtype(weight.dtype, compute_dtype, accum):
-        cast_bytes = weight.numel() * stored.itemsize
-    same = chunking.chunk_budget_bytes(
-        device_type,
-        need_grad_weight=needs.weight,
-        need_grads=True,
-        final_cast_bytes=cast_bytes,
-        budget=budget,
-    )
+    whole_bytes = num_rows * row_bytes(weight.shape[0], compute_dtype, device_type, beside)
+    same = _budget_bytes(device_type, weight, needs, compute_dtype, accum, whole_bytes, budget)
     return chunking.Budget(same, same, same)
 
 
@@ -211,9 +254,11 @@ class ChunkLoop:
         chunk: Memory of the chunk, to be shared with loops that run in turn; None for its own.
         sums: A loop over the same weight and bias, into whose ``grad_weight`` and ``grad_bias``
             this one folds; None for its own.
+        shared_sums: Whether other loops fold into this one.
         like: A loop over the same weight, whose copy in the dtype of the products is used again;
             None for ``sums``.
         grad_input: Where ``grad_input`` goes, ``[N, D]``; None for a buffer of its own.
+        live: The gradients are made by `live_loop`, which keeps the sum in `live_sums`.
     """
 
     def __init__(
@@ -232,8 +277,10 @@ class ChunkLoop:
         budget: chunking.Budget | None = None,
         chunk: ChunkMemory | None = None,
         sums: ChunkLoop | None = None,
+        shared_sums: bool = False,
         like: ChunkLoop | None = None,
         grad_input: Tensor | None = None,
+        live: bool = False,
     ) -> None:
         self.num_rows = input.shape[0]
         self.needs = needs
@@ -254,28 +301,29 @@ class ChunkLoop:
             self._weight_gain = gain * FP16_ACCUM_GAIN
         self._grad_input_rows = max(GRAD_INPUT_ELEMENTS // max(weight.shape[1], 1), 128)
 
-        cast_bytes = 0
-        if needs.weight and self._stored_dtype != accum_dtype:
-            cast_bytes = weight.numel() * self._stored_dtype.itemsize
-        # Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
-        per_16_bytes = 16 // compute_dtype.itemsize
-        padded = -(-num_classes // per_16_bytes) * per_16_bytes
-        element_bytes = compute_dtype.itemsize
-        if not input.is_cuda and element_bytes < 4:
-            element_bytes += 4  # outside Triton the statistics work on an fp32 copy of the chunk
+        a_row = row_bytes(num_classes, compute_dtype, input.device.type, beside)
         self.rows = chunking.chunk_rows(
             self.num_rows,
-            int(padded * element_bytes * (1.0 + beside)),
-            chunking.chunk_budget_bytes(
+            a_row,
+            _budget_bytes(
                 input.device.type,
-                need_grad_weight=needs.weight,
-                need_grads=bool(needs),
-                final_cast_bytes=cast_bytes,
-                override_bytes=settings().chunk_budget_bytes,
-                budget=budget,
+                weight,
+                needs,
+                compute_dtype,
+                accum,
+                self.num_rows * a_row,
+                budget,
+                settings().chunk_budget_bytes,
             ),
             chunk_size,
         )
+        single = self.rows >= self.num_rows and not shared_sums
+        if single and input.is_cuda and self._stored_dtype == compute_dtype:
+            # One product, summed up in float32 inside, is the gradient: nothing to accumulate.
+            accum_dtype = compute_dtype
+        if live:
+            self._keeps_low = not single and accum == "fp32" and self._stored_dtype == compute_dtype
+            accum_dtype = self._stored_dtype
 
         if grad_input is None and needs.input:
             grad_input = input.new_empty(input.shape)
@@ -291,8 +339,15 @@ class ChunkLoop:
             else None
         )
         self._chunk = ChunkMemory() if chunk is None else chunk
-        self._padded, self._num_classes = padded, num_classes
-        self._chunk.reserve(min(self.rows, self.num_rows) * padded)
+        self._num_classes = num_classes
+        self._padded = _padded(num_classes, compute_dtype)
+        self._chunk.reserve(min(self.rows, self.num_rows) * self._padded)
+
+    def live_sums(self) -> tuple[Tensor, Tensor | None]:
+        """Where ``grad_weight`` is summed up: the gradient, and what its dtype cannot hold."""
+        assert self._accumulator is not None
+        self._begun = True
+        return self._accumulator, torch.empty_like(self._accumulator) if self._keeps_low else None
 
     def spans(self, rows: int | None = None) -> list[tuple[int, int]]:
         """Start and stop row of every chunk, in order; of ``rows`` rows instead of the plan's."""

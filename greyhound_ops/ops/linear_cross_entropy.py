@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greyhound_ops import validation
+from greyhound_ops import chunking, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import gradients
+from greyhound_ops.ops import gradients, live_loop
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     GradientNeeds,
@@ -121,9 +121,24 @@ def _recomputes(reduction: str, return_lse: bool, needs: GradientNeeds) -> bool:
 
 # ----------------------------------------------------------------------------- implementations
 
-# Rows of one projection that stores nothing but a maximum and a sum per tile and row: 16 MiB of
-# those at V=128256. 1024 rows were 6% slower (docs/performance.md, "Forward only").
-STATISTICS_ROWS = 4096
+# Memory of a projection that stores nothing of [rows, V]: rows in the order of those that count,
+# and for each tile and row a sum and room for a maximum; 2560 rows at V=128256 and D=4096. Chunks
+# of 1024 rows were 6% slower than of 4096 (docs/performance.md, "Forward only").
+STATISTICS_BYTES = 30 * 2**20
+
+
+def statistics_rows(num_classes: int, hidden_size: int) -> int:
+    """Rows of one projection that stores nothing of ``[rows, V]``."""
+    from greyhound_ops.kernels import exponentials
+
+    tiles = -(-num_classes // exponentials.BLOCK_N)
+    rows = STATISTICS_BYTES // (2 * 4 * tiles + 2 * hidden_size)
+    return max(rows - rows % exponentials.BLOCK_M, exponentials.BLOCK_M)
+
+
+# A chunk of the path of exponentials, with a frozen head: 512 rows at V=128256. 128 x 256 tiles of
+# grad_input then keep 128 of an H200's 132 multiprocessors busy at D=4096 and D=2048.
+FROZEN_BUDGET = chunking.Budget(0, 128 * 2**20, 0)
 
 
 def _torch_rows(
@@ -248,32 +263,38 @@ def _exponentials(
     row_loss: RowLoss,
     class_weight: Tensor | None,
     divisor: Divisor,
-) -> Any:
-    """The path that never stores logits, where it can serve; else None.
+) -> tuple[Any, live_loop.LiveRows | None]:
+    """The path that never stores logits, where it can serve, and its rows that count; else None.
 
     It serves where neither weight nor bias gets a gradient. Label smoothing gives every element a
     share that no factor per row can supply later, so it keeps the plain path too.
     """
     input, weight, bias = loop.operands
     if row_loss.label_smoothing or loop.needs.weight or loop.needs.bias:
-        return None
+        return None, None
     if not use_triton(input.dtype, input.device.type):
-        return None
-    from greyhound_ops.kernels import exponentials
+        return None, None
+    from greyhound_ops.kernels import exponentials, products
 
     if not exponentials.supported(input, weight, interpreted=settings().kernels == "triton"):
-        return None
+        return None, None
     options = dataclasses.asdict(row_loss)
     del options["label_smoothing"]
-    return exponentials.Exponentials(
+    live = kernels = None
+    if live_loop.serves_frozen(input, weight):
+        live = live_loop.LiveRows(target, row_loss.ignore_index)
+        kernels = products.Products(weight, bias, live.order, live.count)
+    source = exponentials.Exponentials(
         input,
         weight,
         bias,
-        target,
+        target if live is None else live.labels,
         class_weight=class_weight,
         grad_scale=lambda: divisor.reciprocal,
+        live=kernels,
         **options,
     )
+    return source, live
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,11 +400,16 @@ def _forward_loop(
     accum: str,
     chunk_size: int | None,
     gain: float,
+    live: bool = False,
 ) -> ChunkLoop:
     """The chunks of a forward: of its own gradients, or of those that its backward makes."""
     budget = None
+    if made_now and not made_now.weight and live_loop.serves_frozen(rows, weight):
+        budget = FROZEN_BUDGET if rows.is_cuda else None
     if not made_now:
-        budget = backward_budget(rows.device.type, weight, needs, compute_dtype, accum)
+        budget = backward_budget(
+            rows.shape[0], rows.device.type, weight, needs, compute_dtype, accum
+        )
     return ChunkLoop(
         rows,
         weight,
@@ -395,6 +421,7 @@ def _forward_loop(
         gain=gain,
         spare_fp16=True,
         budget=budget,
+        live=live,
     )
 
 
@@ -470,6 +497,9 @@ def _forward(
     if _recomputes(reduction, return_lse, needs):
         made_now = GradientNeeds(False, False, False)
     deferred = defers_division(compute_dtype)
+    live = None
+    if live_loop.serves(rows, weight, made_now, compute_dtype):
+        live = live_loop.LiveRows(labels, ignore_index)
     loop = _forward_loop(
         rows,
         weight,
@@ -480,6 +510,7 @@ def _forward(
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
         gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
+        live=live is not None,
     )
     loss = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2, num_rows), dtype=dtype)
@@ -498,38 +529,73 @@ def _forward(
     if made_now or not needs:
         # Not where the backward makes the gradients: it reads logits rounded to bf16, and with
         # statistics of unrounded ones the gradient of a confident row would be off by percents.
-        exponentials = _exponentials(loop, labels, row_loss, class_weight, divides)
+        exponentials, live_frozen = _exponentials(loop, labels, row_loss, class_weight, divides)
+        live = live_frozen if live is None else live
     class_weight_sum = None if class_weight is None else class_weight.sum()
+
+    def row_pass(
+        start: int,
+        stop: int,
+        logits: Tensor,
+        labels: Tensor,
+        row_weight: Tensor | None,
+        **rows: Any,
+    ) -> Tensor:
+        return row_losses(
+            logits,
+            labels[start:stop],
+            loss[start:stop],
+            statistics[:, start:stop],
+            row_loss,
+            class_weight=class_weight,
+            class_weight_sum=class_weight_sum,
+            grad_scale=divides.reciprocal if divides_now else grad_scale,
+            row_scale=None if row_weight is None else row_weight[start:stop],
+            gain=loop.gain,
+            read_statistics=False,
+            write_grad=bool(made_now),
+            **rows,
+        )
+
     spans = loop.spans()
-    if exponentials is not None and not made_now:
-        # Nothing of [rows, V] is stored, so rows are limited only by the sums of each tile.
-        spans = loop.spans(STATISTICS_ROWS if chunk_size is None else loop.rows)
+    if exponentials is not None and not made_now and chunk_size is None:
+        spans = loop.spans(statistics_rows(*weight.shape))
+    live_weight = row_weight
+    if live is not None and row_weight is not None:
+        live_weight = live.take(row_weight)
+    partial_sums = None
+    if live is not None and exponentials is not None and made_now:
+        partial_sums = exponentials.live.partial_sums()
+    if live is not None and exponentials is None:
+
+        def live_pass(start: int, stop: int, logits: Tensor) -> None:
+            row_pass(
+                start, stop, logits, live.labels, live_weight, live=live.count, live_start=start
+            )
+
+        live_loop.run(loop, live, live_pass)
+        spans = []
     for start, stop in spans:
         results = loss[start:stop], statistics[:, start:stop]
-        if exponentials is not None and made_now:
+        if partial_sums is not None:
+            live_loop.fold_exponentials(
+                loop, exponentials, partial_sums, start, stop, *results,
+                None if live_weight is None else live_weight[start:stop],
+            )  # fmt: skip
+        elif exponentials is not None and made_now:
             chunk = _ExponentialChunk(exponentials, start, stop, *results, row_weight)
             loop.fold_exponentials(start, stop, chunk)
         elif exponentials is not None:
             exponentials.losses(start, stop, *results)
         else:
             logits = loop.project(start, stop)
-            grad_logits = row_losses(
-                logits,
-                labels[start:stop],
-                *results,
-                row_loss,
-                class_weight=class_weight,
-                class_weight_sum=class_weight_sum,
-                grad_scale=divides.reciprocal if divides_now else grad_scale,
-                row_scale=None if row_weight is None else row_weight[start:stop],
-                gain=loop.gain,
-                read_statistics=False,
-                write_grad=bool(made_now),
-            )
+            grad_logits = row_pass(start, stop, logits, labels, row_weight)
             if made_now:
                 loop.fold(start, stop, grad_logits)
             del logits, grad_logits  # or the chunk would outlive the loop, into the final cast
     grad_input, grad_weight, grad_bias = loop.finish()
+    if live is not None:
+        loss, statistics = live.restore(loss), live.restore(statistics)
 
     weighted = loss
     if row_weight is not None:

@@ -172,6 +172,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             spare_fp16=True,
             chunk=chunk,
             sums=heads.get(term.head),
+            shared_sums=sum(other.head == term.head for other in terms) > 1,
             grad_input=grad_inputs[term.input],
         )
         heads.setdefault(term.head, loop)

@@ -359,6 +359,8 @@ class _Pair:
         self._triton = use_triton(wider, input.device.type)
         self._target, self._row_loss, self._needs = target, row_loss.resolved(), needs
         beside = teacher_dtype.itemsize / compute_dtype.itemsize
+        if not self._triton:
+            beside = TORCH_PATH_BUFFERS
         # Both in chunks of the same rows: products of one shape round alike, so that the logits of
         # identical models are identical. A teacher's chunk of a third gained nothing (H200).
         budget = CUDA_BUDGET if input.is_cuda else None
@@ -372,9 +374,16 @@ class _Pair:
             chunk_size=chunk_size,
             gain=gain,
             spare_fp16=spare_fp16,
-            beside=beside if self._triton else TORCH_PATH_BUFFERS,
+            beside=beside,
             budget=backward_budget(
-                input.device.type, weight, planned_for, compute_dtype, accum, budget
+                input.shape[0],
+                input.device.type,
+                weight,
+                planned_for,
+                compute_dtype,
+                accum,
+                budget,
+                beside=beside,
             ),
         )
         self._teacher = ChunkLoop(

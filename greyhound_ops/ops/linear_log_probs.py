@@ -28,7 +28,7 @@ from greyhound_ops.ops.chunk_loop import (
     empty_grad_weight,
 )
 from greyhound_ops.ops.gradients import use_triton
-from greyhound_ops.ops.linear_cross_entropy import STATISTICS_ROWS
+from greyhound_ops.ops.linear_cross_entropy import statistics_rows
 from greyhound_ops.ops.op import Op, check_flags, in_order, product_flops
 from greyhound_ops.ops.rows import check_targets, reads_values, statistics_dtype
 
@@ -456,7 +456,12 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         chunk_size=call.chunk_size,
         gain=1.0,
         budget=backward_budget(
-            call.input.device.type, call.weight, needs, compute_dtype, call.grad_weight_accum_dtype
+            num_rows,
+            call.input.device.type,
+            call.weight,
+            needs,
+            compute_dtype,
+            call.grad_weight_accum_dtype,
         ),
     )
     every_row = call.return_entropy or call.return_lse or call.return_argmax
@@ -466,7 +471,10 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     if not (differentiable or temperature is not None or call.return_entropy or call.return_argmax):
         source = _exponentials(loop, labels, options, every_row)
     if source is not None:
-        for start, stop in loop.spans(STATISTICS_ROWS if call.chunk_size is None else loop.rows):
+        rows_at_once = loop.rows
+        if call.chunk_size is None:
+            rows_at_once = statistics_rows(*call.weight.shape)
+        for start, stop in loop.spans(rows_at_once):
             source.losses(start, stop, log_probs[start:stop], statistics[:, start:stop])
         log_probs.neg_().clamp_(max=0.0).add_(0.0)  # -0.0 + 0.0 is 0.0
         if every_row:

@@ -1,0 +1,264 @@
+"""The chunk loop of a learning head on a GPU with tensor memory accelerators.
+
+Two things that the loop over cuBLAS products cannot do:
+
+- **Rows that do not count cost nothing.** They are moved behind the others, and the products of
+  `greyhound_ops.kernels.products` end with the last row that counts, whose number stays on the
+  device.
+- **The pass over logits runs beside a product.** A chunk is projected in parts, and the loss and
+  gradient of one part are taken on a second stream while the next part is projected or the part
+  before is folded. It is bound by memory and the product is not: 3 to 4% of a step
+  (docs/performance.md, "Beside a product").
+
+All of a call's work is forked from the caller's stream and joined to it before the op returns, so
+that it can be captured in a CUDA graph; every buffer is allocated before the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greyhound_ops.config import settings
+from greyhound_ops.ops.chunk_loop import ChunkLoop, GradientNeeds
+from greyhound_ops.ops.gradients import use_triton
+
+# Logits below this many bytes are not worth a second stream: the host, at 30 to 50 us a launch,
+# is what a step of theirs waits for.
+LEAST_LOGITS_BYTES = 128 * 2**20
+
+# Rows projected at a time: small enough that the pass over one part hides behind the product of
+# another, large enough for the product. In chunks of 2048 rows parts of 1024 were best, of 8192
+# rows parts of 2048 (docs/performance.md, "Beside a product").
+PART_ROWS = 1024
+LARGE_PART_ROWS = 2048
+
+
+def serves_frozen(input: Tensor, weight: Tensor) -> bool:
+    """Whether rows that do not count are left out where the path of exponentials serves.
+
+    Args:
+        input: ``[N, D]``, as the products see it.
+        weight: ``[V, D]``, likewise.
+    """
+    logits_bytes = input.shape[0] * weight.shape[0] * 2
+    return settings().skip_ignored and (not input.is_cuda or logits_bytes >= LEAST_LOGITS_BYTES)
+
+
+def serves(input: Tensor, weight: Tensor, needs: GradientNeeds, compute_dtype: torch.dtype) -> bool:
+    """Whether a call's gradients can be made by this loop.
+
+    Args:
+        input: ``[N, D]``.
+        weight: ``[V, D]``.
+        needs: Gradients made now.
+        compute_dtype: Dtype of the products.
+    """
+    if not settings().skip_ignored or not needs.weight or needs.bias:
+        return False
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    if not use_triton(compute_dtype, input.device.type) or compute_dtype != torch.bfloat16:
+        return False
+    from greyhound_ops.kernels import products  # Triton is not there on every platform
+
+    interpreted = settings().kernels == "triton" and not input.is_cuda
+    if not interpreted and input.shape[0] * weight.shape[0] * 2 < LEAST_LOGITS_BYTES:
+        return False
+    return products.supported(input, weight, compute_dtype, interpreted=interpreted)
+
+
+class LiveRows:
+    """The rows of a call that count, before those that do not; each kind in its own order.
+
+    Args:
+        target: ``[N]``.
+        ignore_index: Target of rows that do not count.
+
+    Attributes:
+        order: ``[N]`` int64, original row of each.
+        labels: ``[N]`` int64, their targets.
+        count: Scalar int32 on the device: how many count.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int) -> None:
+        from greyhound_ops.kernels import products
+
+        self.order, self.labels, self.count = products.compact(target, ignore_index)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Values per row, in the order of the rows here: ``[..., N]``."""
+        return values.index_select(-1, self.order)
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Values per row, back in their original order: ``[..., N]``."""
+        return torch.empty_like(values).index_copy_(-1, self.order, values)
+
+
+class _Streams(threading.local):
+    """Two streams per device and thread; a stream under capture must not be another thread's."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+    def pair(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if device not in self._pairs:
+            # Products first: where both wait, the pass must not take the multiprocessors.
+            self._pairs[device] = (
+                torch.cuda.Stream(device, priority=-1),
+                torch.cuda.Stream(device, priority=0),
+            )
+        return self._pairs[device]
+
+
+_streams = _Streams()
+
+
+class _Forked:
+    """Work on a stream for products and one for passes, or in plain order without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        if self._cuda:
+            self._products, self._passes = _streams.pair(device)
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Fork from the current stream, and join it again, whatever happens inside."""
+        if not self._cuda:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._products.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._products):
+                yield
+        finally:
+            current.wait_stream(self._products)
+            current.wait_stream(self._passes)
+
+    def mark(self) -> Any:
+        """The point that the products have reached."""
+        return self._products.record_event() if self._cuda else None
+
+    def run_pass(self, after: Any, work: Callable[[], None]) -> Any:
+        """Run a pass after a point of the products; returns the point where it is done."""
+        if not self._cuda:
+            work()
+            return None
+        self._passes.wait_event(after)
+        with torch.cuda.stream(self._passes):
+            work()
+        return self._passes.record_event()
+
+    def wait(self, done: Any) -> None:
+        """Let the products go on after a pass is done."""
+        if self._cuda:
+            self._products.wait_event(done)
+
+
+# Loss and gradient of some rows: first row, row after the last and their logits ``[rows, V]``; the
+# gradient is written over them.
+RowPass = Callable[[int, int, Tensor], None]
+
+
+def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
+    """Goes through all chunks of a loop and leaves the gradients where `ChunkLoop.finish` looks.
+
+    Args:
+        loop: The call's loop, made with ``live=True``.
+        live: Its rows.
+        row_pass: Called for each part; its rows are those of ``live``, not the original ones.
+
+    Memory: beside the chunk, the rows of one chunk in the order of ``live`` and one tile of
+    float32 partial sums a multiprocessor (17 MiB on an H200).
+    """
+    from greyhound_ops.kernels import products
+
+    input, weight, bias = loop.operands
+    kernels = products.Products(weight, bias, live.order, live.count)
+    spans = loop.spans()
+    most = min(loop.rows, loop.num_rows)
+    rows = input.new_empty((most, input.shape[1]))
+    chunk = loop.buffer(0, most)
+    parts = kernels.partial_sums() if loop.grad_input is not None else None
+    high, low = loop.live_sums()
+    part_rows = LARGE_PART_ROWS if most > LARGE_PART_ROWS else PART_ROWS
+    fork = _Forked(input.device)
+    with fork.joined():
+        for start, stop in spans:
+            here = rows[: stop - start]
+            kernels.gather(input, here, start)
+            cuts = [
+                (at, min(at + part_rows, stop - start)) for at in range(0, stop - start, part_rows)
+            ]
+            projected = []
+            for at, end in cuts:
+                kernels.logits(here[at:end], chunk[at:end], start + at)
+                projected.append(fork.mark())
+            # All projections of the chunk are queued before its passes: a pass that were queued
+            # first would take the multiprocessors and run alone.
+            done = [
+                fork.run_pass(
+                    point, functools.partial(row_pass, start + at, start + end, chunk[at:end])
+                )
+                for (at, end), point in zip(cuts, projected, strict=True)
+            ]
+            for (at, end), point in zip(cuts, done, strict=True):
+                fork.wait(point)
+                if parts is not None:
+                    assert loop.grad_input is not None
+                    for cut in range(at, end, kernels.input_rows):
+                        piece = chunk[cut : min(cut + kernels.input_rows, end)]
+                        kernels.grad_input(piece, parts, start + cut)
+                        kernels.finish_input(parts, loop.grad_input, start + cut, piece.shape[0])
+            kernels.grad_weight(chunk[: stop - start], here, high, low, start, loop.num_rows)
+
+
+def fold_exponentials(
+    loop: ChunkLoop,
+    source: Any,
+    parts: Tensor,
+    start: int,
+    stop: int,
+    loss: Tensor,
+    statistics: Tensor,
+    row_weight: Tensor | None,
+) -> None:
+    """`ChunkLoop.fold_exponentials` for the rows that count.
+
+    Args:
+        loop: The call's loop.
+        source: Its `kernels.exponentials.Exponentials`, made with products over live rows.
+        parts: Their partial sums.
+        start: First row.
+        stop: Row after the last.
+        loss: ``[stop - start]`` float32, out.
+        statistics: ``[2, stop - start]`` float32, out.
+        row_weight: ``[stop - start]``, in the order of the rows here, or None.
+    """
+    assert loop.grad_input is not None
+    chunk = loop.buffer(start, stop)
+    factor, hard = source.exponentials(start, stop, chunk, loss, statistics)
+    if row_weight is not None:
+        factor *= row_weight
+        hard *= row_weight
+    kernels = source.live
+    for at in range(0, stop - start, kernels.input_rows):
+        end = min(at + kernels.input_rows, stop - start)
+        kernels.grad_input(chunk[at:end], parts, start + at)
+        kernels.finish_input(
+            parts,
+            loop.grad_input,
+            start + at,
+            end - at,
+            factor=factor[at:end],
+            hard=hard[at:end],
+            target=source.target[start + at : start + end],
+        )

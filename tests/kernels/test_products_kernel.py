@@ -1,0 +1,202 @@
+"""Products over the rows that count, and the loop that is made of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from greyhound_ops import config
+from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.kernels import products
+from greyhound_ops.ops import live_loop
+from greyhound_ops.reference import linear_cross_entropy as reference
+from greyhound_ops.testing import assert_within_budget
+from samples import SLACK, interpreter_slack
+
+IGNORED = -100
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 37, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_rows_that_count_come_first(
+    num_rows: int, share: float, kernel_device: torch.device
+) -> None:
+    target = torch.randint(0, 9, (2 * num_rows,), device=kernel_device)[::2]
+    target[torch.rand(num_rows, device=kernel_device) < share] = IGNORED
+    order, labels, count = products.compact(target, IGNORED)
+    kept = target != IGNORED
+    expected = torch.cat([kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]])
+    assert torch.equal(order, expected)
+    assert torch.equal(labels, target[expected])
+    assert count.item() == kept.sum().item()
+
+
+def make(
+    device: torch.device, live: int, num_rows: int, classes: int, hidden: int
+) -> tuple[products.Products, Tensor, Tensor, Tensor]:
+    """Products of a weight, with input and target of which ``live`` rows count."""
+    target = torch.randint(0, classes, (num_rows,), device=device)
+    target[torch.randperm(num_rows, device=device)[live:]] = IGNORED
+    input = torch.randn(num_rows, hidden, device=device).bfloat16()
+    weight = torch.randn(classes, hidden, device=device).bfloat16()
+    order, _, count = products.compact(target, IGNORED)
+    bias = torch.randn(classes, device=device).bfloat16()
+    return products.Products(weight, bias, order, count), input, weight, target
+
+
+@pytest.mark.parametrize("live", [0, 3, 130, 200])
+def test_products_end_with_the_last_row_that_counts(live: int, kernel_device: torch.device) -> None:
+    num_rows, classes, hidden = 200, 300, 264
+    kernels, input, weight, _ = make(kernel_device, live, num_rows, classes, hidden)
+    # An ignored row may hold anything.
+    input[kernels.order[live:]] = float("nan")
+    rows = input.new_full((num_rows, hidden), float("nan"))
+    kernels.gather(input, rows, 0)
+    assert torch.equal(rows[:live], input[kernels.order[:live]])
+    assert not rows[live:].any()
+
+    logits = input.new_full((num_rows, 304), 7.0)[:, :classes]
+    kernels.logits(rows, logits, 0)
+    assert kernels.bias is not None
+    plain = rows[:live].float() @ weight.float().t() + kernels.bias.float()
+    torch.testing.assert_close(logits[:live].float(), plain, rtol=2**-7, atol=1e-2)
+    end = -(-live // products.BLOCK_M) * products.BLOCK_M
+    assert (logits[end:] == 7.0).all()  # tiles behind are not computed
+
+    grad = (torch.randn(num_rows, classes, device=kernel_device) / 16).bfloat16()
+    grad = torch.nn.functional.pad(grad, (0, 4))[:, :classes]
+    parts = kernels.partial_sums().fill_(float("nan"))
+    out = input.new_full((num_rows, hidden), 7.0)
+    for start in range(0, num_rows, products.BLOCK_M):
+        piece = grad[start : start + products.BLOCK_M]
+        kernels.grad_input(piece, parts, start)
+        kernels.finish_input(parts, out, start, piece.shape[0])
+    plain = grad.float() @ weight.float()
+    counting, others = kernels.order[:live], kernels.order[live:]
+    torch.testing.assert_close(out[counting].float(), plain[:live], rtol=2**-7, atol=1e-2)
+    assert not out[others].any()
+
+
+@pytest.mark.parametrize("live", [0, 5, 64, 100, 200])
+@pytest.mark.parametrize(
+    ("dtype", "has_low"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
+)
+def test_grad_weight_over_chunks(
+    live: int, dtype: torch.dtype, has_low: bool, kernel_device: torch.device
+) -> None:
+    num_rows, classes, hidden, size = 200, 150, 136, 64
+    kernels, input, _, _ = make(kernel_device, live, num_rows, classes, hidden)
+    high = torch.full((classes, hidden), float("nan"), dtype=dtype, device=kernel_device)
+    low = torch.full_like(high, float("nan")) if has_low else None
+    grad = (torch.randn(num_rows, 152, device=kernel_device) / 16).bfloat16()[:, :classes]
+    grad[live:] = 0.0
+    rows = input.new_empty(num_rows, hidden)
+    kernels.gather(input, rows, 0)
+    for start in range(0, num_rows, size):
+        here = slice(start, start + size)
+        kernels.grad_weight(grad[here], rows[here].contiguous(), high, low, start, num_rows)
+    exact = grad.double().t() @ rows.double()
+    error = (high.double() - exact).norm() / exact.norm().clamp_min(1e-30)
+    rounded = (exact.to(dtype).double() - exact).norm() / exact.norm().clamp_min(1e-30)
+    if live == 0:
+        assert not high.any()
+    elif dtype == torch.float32:
+        assert error < 1e-6
+    else:
+        # One rounding at the end; without the second half, one a chunk that counts.
+        chunks = -(-live // size)
+        slack = interpreter_slack(dtype) * (1 if has_low else chunks)
+        assert error <= rounded * (1.05 if has_low else chunks**0.5 * 1.2) + slack
+
+
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1, "class_weight": True},
+    {"z_loss": 0.01, "softcap": 4.0, "logit_scale": 0.5},
+    {"row_weight": True, "reduction": "sum"},
+]
+
+
+@pytest.mark.parametrize(
+    ("share", "chunk_size", "accum", "weight_dtype", "options"),
+    [
+        (share, size, accum, dtype, OPTIONS[index % len(OPTIONS)])
+        for index, (share, size, (accum, dtype)) in enumerate(
+            itertools.product(
+                [0.0, 0.5, 0.95, 1.0],
+                [None, 64],
+                [
+                    ("fp32", torch.bfloat16),
+                    ("weight", torch.bfloat16),
+                    ("fp32", torch.float32),
+                ],
+            )
+        )
+    ],
+)
+def test_loop_equals_the_reference(
+    share: float,
+    chunk_size: int | None,
+    accum: str,
+    weight_dtype: torch.dtype,
+    options: dict[str, object],
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    calls = counted(monkeypatch)
+    num_rows, classes, hidden = 150, 133, 72
+    input = torch.randn(num_rows, hidden, device=kernel_device).to(weight_dtype)
+    weight = torch.randn(classes, hidden, device=kernel_device).to(weight_dtype)
+    target = torch.randint(0, classes, (num_rows,), device=kernel_device)
+    target[torch.rand(num_rows, device=kernel_device) < share] = IGNORED
+    keywords = dict(options)
+    if keywords.pop("class_weight", False):
+        keywords["class_weight"] = torch.rand(classes, device=kernel_device)
+    if keywords.pop("row_weight", False):
+        keywords["row_weight"] = torch.rand(num_rows, device=kernel_device)
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype, **more: object) -> list[Tensor]:
+        leaves = [each.to(dtype).detach().requires_grad_() for each in (input, weight)]
+        loss = function(*leaves, target, ignore_index=IGNORED, **keywords, **more)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 1.7))]
+
+    autocast = torch.autocast(
+        kernel_device.type, torch.bfloat16, enabled=weight_dtype != torch.bfloat16
+    )
+    with config.override(kernels="triton"), autocast:
+        ours = run(
+            chunked_linear_cross_entropy, weight_dtype, chunk_size=chunk_size,
+            grad_weight_accum_dtype=accum,
+        )  # fmt: skip
+    assert calls == [1]
+    if share == 1.0:
+        assert not any(each.any() for each in ours)
+        return
+    with autocast:
+        plain = run(reference, weight_dtype)
+    # Truth starts from what the products read.
+    input, weight = input.bfloat16(), weight.bfloat16()
+    exact = run(reference, torch.float64)
+    slack = SLACK[torch.bfloat16] + interpreter_slack(torch.bfloat16)
+    names = ("loss", "grad_input", "grad_weight")
+    for name, one, other, truth in zip(names, ours, plain, exact, strict=True):
+        assert_within_budget(name, one, other, truth, slack=slack)
+    assert not ours[1][target == IGNORED].any()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the runs of the loop."""
+    calls: list[int] = []
+    original = live_loop.run
+
+    def run(*args: object) -> None:
+        calls.append(1)
+        original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(live_loop, "run", run)
+    return calls
