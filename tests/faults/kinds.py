@@ -97,7 +97,7 @@ _SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("B35", "An upstream of zero is folded into what is kept; the next backward has nothing.",
          "unslothai/unsloth-zoo#610"),
         ("B36", "A second derivative of gradients that the forward made is wrong in silence.", "",
-         "It raises."),
+         "It raises; in a compiled graph torch itself refuses it, since 2.13."),
     ),
     "Compilers and custom ops": (
         ("B39", "A compiled chunk loop writes to buffers that it closes over.",
