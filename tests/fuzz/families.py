@@ -42,7 +42,7 @@ HEAD: Axes = {
     "upstream": ("random", "one", "zero", "negative", "strided", "expanded"),
     "scaled": (False, False, False, True),
     # The interpreter takes a hundred times as long.
-    "kernels": ("torch",) * 9 + ("triton",),
+    "kernels": ("torch",) * 15 + ("triton",),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from fuzz.engine import Case, judge, judge_order, write_figures
 from fuzz.families import FAMILIES
 
 MORE = os.environ.get("GREYHOUND_FUZZ_EXAMPLES")
-EXAMPLES = int(MORE or 40)
+EXAMPLES = int(MORE or 25)
 
 by_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -121,7 +121,8 @@ def _multi_head(step: Step, **common: Any) -> Tensor:
 
 def _logits(step: Step, **_: Any) -> Tensor:
     logits = F.linear(step.input, step.weight, step.bias)
-    chosen = functional.selective_log_softmax(logits, step.target, dtype=torch.float32)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    chosen = functional.selective_log_softmax(logits, step.target, dtype=exact)
     return functional.cross_entropy(logits, step.target) - 0.1 * chosen.mean()
 
 
