@@ -28,6 +28,7 @@ from greyhound_lowering.follow import step_name
 from greyhound_lowering.projection import Projection, example, find_projection
 from greyhound_lowering.rowwise import (
     CREATION,
+    AtRunTime,
     Prover,
     RowWise,
     SideArgument,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from greyhound_lowering.forward_gradients import Coefficients
 from greyhound_ops.ops import row_region
 
+aten = torch.ops.aten
+
 OP_NAME = "greyhound::row_region"
 
 #: Loss operators that reduce over rows inside; everything else is proved as it is.
@@ -50,10 +53,35 @@ _DECOMPOSED = [
     "binary_cross_entropy_with_logits", "binary_cross_entropy", "soft_margin_loss",
 ]  # fmt: skip
 
+
+def _multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    """As the operator; torch's own decomposition has another gradient at a margin just met."""
+    if input.dim() != 2 or target.dim() != 1:
+        return NotImplemented
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    at = target.unsqueeze(1)
+    missed = (margin - wide.gather(1, at) + wide).relu()
+    if p == 2:
+        missed = missed * missed
+    if weight is not None:
+        missed = missed * weight.to(wide.dtype)[target].unsqueeze(1)
+    classes = torch.arange(input.shape[1], device=input.device)
+    missed = torch.where(classes == at, 0.0, missed)
+    if reduction == 0:
+        return missed.mean(1).to(input.dtype)
+    whole = missed.mean() if reduction == 1 else (missed / input.shape[1]).sum()
+    return whole.to(input.dtype)
+
+
 #: A value is wide if it has more than this share of the elements of the logits.
 _WIDE_SHARE = 1 / 16
-
-aten = torch.ops.aten
 
 #: Operators that read the size of a value only.
 SIZES = (aten.sym_size.int, aten.sym_numel.default)
@@ -68,12 +96,14 @@ class Region:
         nodes: What reads their logits, in the order of the graph, up to narrow values.
         outputs: Those of `nodes` that are read outside.
         elements: Elements of the largest logits, at the sizes traced with.
+        known: Nodes outside that are traced along, see `_index_makers`; they stay where they are.
     """
 
     seeds: list[Projection]
     nodes: list[fx.Node]
     outputs: list[fx.Node]
     elements: int
+    known: frozenset[fx.Node] = frozenset()
 
     @property
     def last(self) -> fx.Node:
@@ -139,7 +169,57 @@ def grow(graph: fx.Graph, first: Projection) -> Region:
         _check_node(node, seeds, nodes)
     outputs = [node for node in nodes if any(user not in nodes for user in node.users)]
     ordered = sorted(seeds.values(), key=lambda each: order[each.node])
-    return Region(ordered, sorted(nodes, key=order.__getitem__), outputs, elements)
+    inside = sorted(nodes, key=order.__getitem__)
+    known = _index_makers(inside, ordered)
+    return Region(ordered, inside, outputs, elements, known)
+
+
+#: What makes a value of nothing but positions, and what shows, casts or scales such a value.
+_FROM_POSITIONS = {"arange", "one_hot"}
+_SHOWN = {
+    "view", "reshape", "unsqueeze", "squeeze", "flatten", "getitem", "to", "type", "float",
+    "double", "half", "bfloat16", "long", "int", "bool", "contiguous", "mul", "add", "sub", "div",
+    "truediv",
+}  # fmt: skip
+
+
+def _index_makers(nodes: list[fx.Node], seeds: list[Projection]) -> frozenset[fx.Node]:
+    """Nodes outside a region that make an index or a one-hot target for it.
+
+    With them the trace sees that an index counts the rows, and a one-hot target, as large as the
+    logits, can be made chunk by chunk.
+    """
+    known: set[fx.Node] = set()
+
+    def makes(node: fx.Node) -> bool:
+        if node in known:
+            return True
+        value = example(node)
+        if node.op not in ("call_function", "call_method") or value is None or value.requires_grad:
+            return False
+        if guards.changed_in_place(node):
+            return False
+        name = step_name(node)
+        tensors = [each for each in node.all_input_nodes if example(each) is not None]
+        if name in _FROM_POSITIONS:
+            made = node.op == "call_function" and len(tensors) == int(name == "one_hot")
+        else:
+            made = name in _SHOWN and len(tensors) == 1 and makes(tensors[0])
+        if made:
+            try:
+                # It is made again where the region ends.
+                guards.check_unchanged(node, nodes[-1], [node, *tensors])
+            except Declined:
+                return False
+            known.add(node)
+        return made
+
+    inside = {*nodes, *(each.node for each in seeds)}
+    for node in nodes:
+        for each in node.all_input_nodes:
+            if each not in inside:
+                makes(each)
+    return frozenset(known)
 
 
 def _readers(
@@ -295,9 +375,11 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
     Raises:
         Declined: If it cannot be traced alone, or gives other dtypes or shapes than before.
     """
-    inside = set(region.nodes)
+    inside = {*region.nodes, *region.known}
     inputs = [each.node for each in region.seeds]
-    for node in region.nodes:
+    for node in graph.nodes:
+        if node not in inside:
+            continue
         for each in node.all_input_nodes:
             if each not in inside and each not in inputs:
                 inputs.append(each)
@@ -340,7 +422,10 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
             plain = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
             traced = make_fx(
                 lambda *args: module(*args),
-                decomposition_table=torch_private.decompositions(_DECOMPOSED),
+                decomposition_table={
+                    **torch_private.decompositions(_DECOMPOSED),
+                    aten.multi_margin_loss.default: _multi_margin_loss,
+                },
                 tracing_mode="real",
             )(*plain)
     except Declined:
@@ -627,6 +712,9 @@ class _Emitter:
             graph.erase_node(node)
         for projection in reversed(region.seeds):
             graph.erase_node(projection.node)
+        for node in reversed(list(graph.nodes)):
+            if node in region.known and not node.users:
+                graph.erase_node(node)
 
     def _emit_parts(self) -> list[Any]:
         """The three parts; what the region's outputs are after them."""
@@ -792,8 +880,12 @@ class _Emitter:
     def _cut(self, hidden: fx.Node, op: Any) -> fx.Node:
         if op.name == "select":
             return self._function(aten.select.int, hidden, op.dim, *op.args)
-        start, stop, step = op.args
-        return self._function(aten.slice.Tensor, hidden, op.dim, start, stop, step or 1)
+        start, stop, step = (
+            self._size(each.value) if isinstance(each, AtRunTime) else each for each in op.args
+        )
+        return self._function(
+            aten.slice.Tensor, hidden, op.dim, start, stop, 1 if step is None else step
+        )
 
     # ------------------------------------------------------------- values from outside
 

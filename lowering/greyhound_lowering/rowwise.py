@@ -62,13 +62,35 @@ def filled_with(node: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class AtRunTime:
+    """A size or place that is a number only at run time; equal where the formula is.
+
+    Attributes:
+        formula: As text.
+        value: The symbol.
+    """
+
+    formula: str
+    value: Any = dataclasses.field(compare=False, repr=False)
+
+
+def _place(argument: Any) -> Any:
+    """A bound of a slice as `RowOp` keeps it."""
+    value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.SymInt):
+        number = torch_private.static_size(value)
+        return AtRunTime(str(value), value) if number is None else number
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
 class RowOp:
     """Something done to the rows of the logits, to be done to the hidden states instead.
 
     Attributes:
         name: ``"slice"`` or ``"select"``.
         dim: Which of the row dimensions.
-        args: Start, stop and step, or the index.
+        args: Start, stop and step, or the index; numbers, None or `AtRunTime`.
     """
 
     name: str
@@ -345,7 +367,10 @@ class Prover:
                 continue
             left = any(user.op == "output" for user in node.users)
             if not left and all(
-                user in self._values or user in self.partial or not _holds_tensor(user)
+                user in self._values
+                or user in self.partial
+                or not _holds_tensor(user)
+                or user.target in CREATION  # reads the size only
                 for user in node.users
                 if user.op != "output"
             ):
@@ -427,6 +452,8 @@ class Prover:
             return True
         if elements < self._full_elements:
             return False
+        if _is_marked(node):
+            return True
         return target in CREATION or target is aten.expand.default or _is_plain_pointwise(target)
 
     def _make_inside(self, node: Any, labels: str, shape: Sequence[Any]) -> Value:
@@ -447,8 +474,46 @@ class Prover:
             return Value(name, "x" * value.dim(), own_shape, False, (), value.dtype)
         if target is aten.expand.default:
             return self.operand(node.args[0], own_labels, own_shape)
+        if target is aten.scatter.value:
+            return self._mark_inside(node, own_labels, own_shape)
         made: Value = self._pointwise(node, own_labels, own_shape)
         return made
+
+    def _mark_inside(self, node: Any, labels: str, shape: tuple[Any, ...]) -> Value:
+        """A number at one class of each row and another elsewhere, see `_is_marked`.
+
+        NaN where there is no such class, since an error would have to wait for the device.
+        """
+        base, dim, index, number = node.args
+        made: Tensor = node.meta["val"]
+        dim %= made.dim()
+        if labels[dim] != "c":
+            raise Declined("scatter works along the rows")
+        classes = _static(made.shape[dim])
+        at = self.operand(index, labels, shape)
+        if not at.by_row:
+            return self.side(node, labels, shape)
+        own = "".join("1" if i == dim else each for i, each in enumerate(labels))
+        at_name = self.align(at, own)
+        counted = self.emit(f"torch.ops.aten.arange.default({classes}, device={made.device!r})", ())
+        behind = sum(each != "r" for each in labels[dim + 1 :])
+        for _ in range(behind):
+            counted = self.call(aten.unsqueeze.default, [_Name(counted), -1], {})
+        hit = self.call(aten.eq.Tensor, [_Name(at_name), _Name(counted)], {})
+        fill, mark, no_class = (
+            self.emit(
+                f"torch.ops.aten.full.default([1], {_constant(each)}, dtype={made.dtype}, "
+                f"device={made.device!r})",
+                (),
+            )
+            for each in (filled_with(base), number, math.nan)
+        )
+        name = self.call(aten.where.self, [_Name(hit), _Name(mark), _Name(fill)], {})
+        low = self.call(aten.lt.Scalar, [_Name(at_name), 0], {})
+        high = self.call(aten.ge.Scalar, [_Name(at_name), classes], {})
+        wrong = self.call(aten.logical_or.default, [_Name(low), _Name(high)], {})
+        name = self.call(aten.where.self, [_Name(wrong), _Name(no_class), _Name(name)], {})
+        return Value(name, labels, shape, True, self._space_now, made.dtype)
 
     def side(self, node: fx.Node, labels: str, shape: Sequence[Any]) -> Value:
         """A value from outside as an argument of the body."""
@@ -663,6 +728,22 @@ def _holds_tensor(node: fx.Node) -> bool:
     if isinstance(value, (tuple, list)):
         return any(isinstance(each, Tensor) for each in value)
     return isinstance(value, Tensor)
+
+
+def _is_marked(node: Any) -> bool:
+    """Whether a value is a constant with another number at one class of each row."""
+    if node.target is not aten.scatter.value or len(node.args) != 4:
+        return False
+    base, dim, index, number = node.args
+    made, at = node.meta["val"], index.meta["val"]
+    if base.target not in CREATION or not isinstance(filled_with(base), (bool, int, float)):
+        return False
+    if not isinstance(number, (bool, int, float)) or not made.is_floating_point():
+        return False
+    dim %= made.dim()
+    return at.dim() == made.dim() and all(
+        is_one(size) if i == dim else same(size, made.shape[i]) for i, size in enumerate(at.shape)
+    )
 
 
 def _is_plain_pointwise(target: Any) -> bool:
@@ -969,20 +1050,44 @@ def _is_arange(node: Any, size: Any) -> Any:
     return False
 
 
+#: Operators that show the same numbers in the same order.
+_SHOWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default,
+    aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default,
+}  # fmt: skip
+
+
+def _counts_along(node: Any, size: Any, behind: int) -> bool:
+    """Whether an index counts 0, 1, .. size along the dimension that has some more behind it."""
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    shape = node.meta["val"].shape
+    at = len(shape) - 1 - behind
+    if at < 0 or not all(is_one(each) for dim, each in enumerate(shape) if dim != at):
+        return False
+    each: Any = node
+    while each.target in _SHOWS or (
+        each.target is aten.slice.Tensor
+        and _argument(each, "step") in (None, 1)
+        and len(each.args[0].meta["val"].shape) == len(each.meta["val"].shape)
+        and all(map(same, each.args[0].meta["val"].shape, each.meta["val"].shape))
+    ):
+        each = each.args[0]
+    return same(shape[at], size) and _is_arange(each, size)
+
+
 @_rule("index.Tensor")
 def _index(prover: Prover, node: Any) -> Value:
     value = prover.source(node)
     indices = list(node.args[1])
     indices += [None] * (len(value.labels) - len(indices))
-    if value.labels == "rc" and _is_arange(indices[0], value.shape[0]):
-        # One element of each row: x[arange(N), y].
-        picked = prover.operand(indices[1], "r", value.shape[:1])
-        if picked.labels != "r":
-            raise Declined("rows are indexed with something other than one class each")
-        at = prover.call(aten.unsqueeze.default, [_Name(picked.name), 1], {})
-        name = prover.call(aten.gather.default, [_Name(value.name), 1, _Name(at)], {})
-        name = prover.call(aten.squeeze.dim, [_Name(name), 1], {})
-        return prover.result(node, name, "r", value.space)
+    rows = len(value.labels) - 1
+    if value.labels == "r" * rows + "c" and all(
+        _counts_along(each, value.shape[dim], rows - 1 - dim)
+        for dim, each in enumerate(indices[:rows])
+    ):
+        return _one_of_each_row(prover, node, value, indices[rows])
     given = [dim for dim, each in enumerate(indices) if each is not None]
     if len(given) == 1 and value.labels[given[0]] == "c":
         (dim,) = given
@@ -998,6 +1103,29 @@ def _index(prover: Prover, node: Any) -> Value:
             name = prover.call(aten.index.Tensor, [_Name(value.name), inner], {})
             return prover.result(node, name, value.labels, value.space)
     raise Declined("rows are chosen by an index")
+
+
+def _one_of_each_row(prover: Prover, node: Any, value: Value, chosen: Any) -> Value:
+    """``x[arange(N), y]``, where a negative ``y`` counts from the end."""
+    rows = len(value.labels) - 1
+    made = node.meta["val"]
+    if not isinstance(chosen, fx.Node) or len(made.shape) != rows:
+        raise Declined("rows are indexed with something other than one class each")
+    picked = prover.operand(chosen, "r" * rows, value.shape[:rows])
+    if not picked.by_row or picked.rest or picked.space != value.space:
+        raise Declined("rows are indexed with something other than one class each")
+    name = picked.name
+    if picked.dtype == torch.int32:
+        name = prover.call(aten._to_copy.default, [_Name(name)], {"dtype": torch.int64})
+    elif picked.dtype != torch.int64:
+        raise Declined(f"rows are chosen by an index of {picked.dtype}")
+    at = prover.call(aten.unsqueeze.default, [_Name(name), 1], {})
+    behind = prover.call(aten.lt.Scalar, [_Name(at), 0], {})
+    wrapped = prover.call(aten.add.Scalar, [_Name(at), _static(value.shape[rows])], {})
+    at = prover.call(aten.where.self, [_Name(behind), _Name(wrapped), _Name(at)], {})
+    name = prover.call(aten.gather.default, [_Name(value.name), 1, _Name(at)], {})
+    name = prover.call(aten.squeeze.dim, [_Name(name), 1], {})
+    return prover.result(node, name, "r" * rows, value.space)
 
 
 @_rule("index_select.default")
@@ -1036,9 +1164,8 @@ def _slice(prover: Prover, node: Any) -> Value:
     if same(made.shape[dim], value.shape[dim]) and step in (None, 1):
         return prover.result(node, value.name, value.labels, value.space)
     if value.labels[dim] == "r":
-        if any(isinstance(each, (fx.Node, torch.SymInt)) for each in (start, stop, step)):
-            raise Declined("the rows of the logits are cut at a place known only at run time")
-        op = RowOp("slice", value.labels[:dim].count("r"), (start, stop, step))
+        places = tuple(map(_place, (start, stop, step)))
+        op = RowOp("slice", value.labels[:dim].count("r"), places)
         space = prover.cut(value, op, value.labels, made.shape)
         return prover.result(node, value.name, value.labels, space)
     if any(isinstance(each, fx.Node) for each in (start, stop, step)):
@@ -1113,6 +1240,56 @@ def _cat(prover: Prover, node: Any) -> Value:
     if stacks:
         labels = labels[:dim] + ("1" if len(parts) == 1 else "c") + labels[dim:]
     return prover.result(node, name, labels, guide.space)
+
+
+@_rule("bmm.default")
+def _bmm(prover: Prover, node: Any) -> Value:
+    """A product within each row: ``einsum('nv,nv->n')``."""
+    known = [each for each in node.args if each in prover._values]
+    if not known:
+        raise Declined("bmm reads a value that mixes rows")
+    guide = prover.source(node, node.args.index(known[0]))
+    values = []
+    for each in node.args:
+        shape = each.meta["val"].shape
+        value = prover.operand(each, "rcc", (guide.shape[0], *shape[1:]))
+        if not value.by_row or value.labels[0] != "r" or len(value.rest) != 2:
+            raise Declined("bmm works along the rows")
+        if value.space != guide.space:
+            raise Declined("the rows of the logits are read in two ways")
+        values.append(value)
+    name = prover.call(node.target, [_Name(each.name) for each in values], {})
+    labels = "r" + "".join("1" if is_one(size) else "c" for size in node.meta["val"].shape[1:])
+    return prover.result(node, name, labels, guide.space)
+
+
+@_rule("native_layer_norm.default")
+def _layer_norm(prover: Prover, node: Any) -> list[Value]:
+    value = prover.source(node)
+    _, shape, weight, bias, eps = node.args
+    if any(label == "r" for label in value.labels[len(value.labels) - len(shape) :]):
+        raise Declined("native_layer_norm works along the rows")
+    args: list[Any] = [_Name(value.name), [_static(size) for size in shape]]
+    for each in (weight, bias):
+        if each is None:
+            args.append(None)
+            continue
+        given = prover.operand(each, "c" * len(shape), shape)
+        if given.by_row:
+            raise Declined("native_layer_norm has a weight of the logits")
+        args.append(_Name(given.name))
+    name = prover.call(node.target, [*args, eps], {})
+    reduced = _reduced(value.labels, range(len(value.labels) - len(shape), len(value.labels)), True)
+    return [
+        prover.result(
+            node,
+            prover.emit(f"{name}[{index}]", [name]),
+            value.labels if index == 0 else reduced,
+            value.space,
+            each,
+        )
+        for index, each in enumerate(node.meta["val"])
+    ]
 
 
 @_rule("permute.default", "transpose.int", "t.default")
