@@ -18,6 +18,9 @@ from sanitizer import launch
 # Constants that the device or the size decides, of which one process sees one value.
 BY_DEVICE = {"WIDEN", "APPROXIMATE"}
 
+# The interpreter takes seconds for tiles that a GPU does at once: every so manieth combination.
+EVERY = {"exponentials": 2, "products": 3} if os.environ.get("TRITON_INTERPRET") == "1" else {}
+
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
@@ -26,7 +29,7 @@ def ran() -> tuple[dict[str, list[str]], dict[str, launch.Record]]:
     """Failures by family, and what was launched."""
     with launch.recorded() as records:
         failed = {
-            name: launch.failures(DEVICE, name, each.combinations())
+            name: launch.failures(DEVICE, name, each.combinations()[:: EVERY.get(name, 1)])
             for name, each in launch.LAUNCHES.items()
             if launch.lacks(DEVICE, name) is None
         }
@@ -52,10 +55,11 @@ def test_every_kernel_with_every_constant(
     assert not missing, f"kernels that tests/sanitizer/launch.py does not launch: {missing}"
     for name, record in ran[1].items():
         for constant, values in record.constants.items():
-            if constant not in BY_DEVICE and values <= {True, False} and None not in values:
+            flag = all(isinstance(value, bool) for value in values)
+            if flag and constant not in BY_DEVICE:
                 assert values == {True, False}, f"{name}: {constant} is always {values}"
     of = {name.split(".")[1]: record.constants for name, record in ran[1].items()}
-    assert of["projection_kernel"]["MODE"] == {"exponentials", "statistics", "logits"}
+    assert of["projection_kernel"]["MODE"] == {"exponentials", "sums", "statistics", "logits"}
     assert of["distillation_kernel"]["KIND"] == set(
         launch.LAUNCHES["distillation"].choices["divergence"]
     )

@@ -41,7 +41,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 import greyhound_ops.kernels
 from greyhound_ops.kernels import cross_entropy as cross_entropy_kernels
 from greyhound_ops.kernels import distillation as distillation_kernels
-from greyhound_ops.kernels import exponentials
+from greyhound_ops.kernels import exponentials, products
 from greyhound_ops.kernels import log_probs as log_probs_kernels
 from greyhound_ops.kernels import scale as scale_kernels
 
@@ -450,11 +450,19 @@ def launch_exponentials(device: torch.device, options: Options) -> None:
     target = buffers.target(rows, classes, options["target"], options["target_dtype"])
     if not exponentials.supported(input, weight, interpreted=device.type == "cpu"):
         raise RuntimeError(f"a shape that this path does not take: {options}")
+    kernels, whole_grad = None, None
+    if options["live"]:
+        order, labels, live = products.compact(target.long(), IGNORED)
+        kernels = products.Products(weight, bias, order, live)
+        whole_grad = buffers.output("grad_input", rows, hidden, dtype=bf16, may_be_nan=has_nan)
+        ignored, target = target == IGNORED, labels
+        input[ignored] = float("nan")
     source = exponentials.Exponentials(
         input,
         weight,
         bias,
         target,
+        live=kernels,
         class_weight=class_weight,
         grad_scale=lambda: grad_scale,
         ignore_index=IGNORED,
@@ -471,17 +479,109 @@ def launch_exponentials(device: torch.device, options: Options) -> None:
         loss = buffers.output("loss", count, may_be_nan=has_nan)
         statistics = buffers.output("statistics", 2, count)
         pitch = -(-classes // 8) * 8
-        out = buffers.output(
-            "exponentials", count, classes, dtype=bf16, pitch=pitch, may_be_nan=True
-        )
+        out = buffers.make("exponentials", count, classes, dtype=bf16, pitch=pitch)
         factor, hard = source.exponentials(start, stop, out, loss, statistics)
+        if kernels is not None:
+            parts = poison_(kernels.partial_sums())
+            for at in range(0, count, kernels.input_rows):
+                part = slice(at, min(at + kernels.input_rows, count))
+                kernels.grad_input(out[part], parts, start + at)
+                kernels.finish_input(
+                    parts,
+                    whole_grad,
+                    start + at,
+                    part.stop - at,
+                    factor=factor[part],
+                    hard=hard[part],
+                    target=target[start + part.start : start + part.stop],
+                )
+            continue
+        left = int(is_poison(out).sum())
+        if left:
+            raise RuntimeError(f"exponentials: {left} of {out.numel()} elements not written")
         product = buffers.make("product", count, hidden, dtype=torch.float32)
         product.copy_(out.float() @ weight.float())
         grad = buffers.output("grad_input", count, hidden, dtype=bf16, may_be_nan=has_nan)
         source.grad_input(slice(start, stop), product, factor, hard, grad)
         if bool((grad[target[start:stop] == IGNORED] != 0).any()):
             raise RuntimeError("grad_input: an ignored row whose gradient is not zero")
+    if whole_grad is not None and bool((whole_grad[ignored] != 0).any()):
+        raise RuntimeError("grad_input: an ignored row whose gradient is not zero")
     buffers.check()
+
+
+def launch_products(device: torch.device, options: Options) -> None:
+    """Two chunks of a learning head, from the order of its rows to its gradients."""
+    buffers = Buffers(device)
+    rows, classes, hidden = options["rows"], options["classes"], options["hidden"]
+    bf16 = torch.bfloat16
+    # Nothing that a row holds may count if the row does not: ignored rows hold NaN.
+    input = buffers.uniform("input", rows, hidden, dtype=bf16, low=-1, pitch=hidden + 3)
+    weight = buffers.uniform("weight", classes, hidden, dtype=bf16, low=-1)
+    bias = buffers.uniform("bias", classes, dtype=bf16) if options["bias"] else None
+    target = buffers.target(rows, classes, options["ignored"], torch.int64)
+    if options["ignored"] == "all":
+        target.fill_(IGNORED)
+    ignored = target == IGNORED
+    input[ignored] = float("nan")
+    if not products.supported(input, weight, bf16, interpreted=device.type == "cpu"):
+        raise RuntimeError(f"a shape that this path does not take: {options}")
+    order, labels, live = products.compact(target, IGNORED)
+    if sorted(order.tolist()) != list(range(rows)) or not torch.equal(labels, target[order]):
+        raise RuntimeError("order: not the rows of the call")
+    if int(live) != int((~ignored).sum()) or bool((labels[: int(live)] == IGNORED).any()):
+        raise RuntimeError(f"live: {int(live)} rows")
+
+    kernels = products.Products(weight, bias, order, live)
+    grad_input = buffers.output("grad_input", rows, hidden, dtype=bf16, pitch=hidden + 5)
+    high = buffers.output("grad_weight", classes, hidden, dtype=options["sum_dtype"])
+    low = None
+    if options["low"]:
+        low = buffers.make("what the sum's dtype cannot hold", classes, hidden, dtype=bf16)
+    for start in range(0, rows, options["chunk"]):
+        count = min(options["chunk"], rows - start)
+        here = buffers.output("rows", count, hidden, dtype=bf16)
+        kernels.gather(input, here, start)
+        chunk = buffers.make("chunk", count, classes, dtype=bf16, pitch=-(-classes // 8) * 8)
+        kernels.logits(here, chunk, start)
+        cross_entropy_kernels.cross_entropy(
+            chunk,
+            labels[start : start + count],
+            buffers.output("loss", count),
+            buffers.output("statistics", 2, count),
+            class_weight=None,
+            class_weight_sum=None,
+            grad_scale=None,
+            row_scale=None,
+            live=live,
+            live_start=start,
+            ignore_index=IGNORED,
+            label_smoothing=0.0,
+            z_loss=0.0,
+            logit_scale=1.0,
+            softcap=None,
+            gain=1.0,
+            read_statistics=False,
+            write_grad=True,
+        )
+        factors: Options = {}
+        if options["factor"]:
+            factors = {
+                "factor": buffers.uniform("factor", count),
+                "hard": buffers.uniform("hard", count),
+                "target": labels[start : start + count],
+            }
+        for cut in range(0, count, kernels.input_rows):
+            piece = chunk[cut : cut + kernels.input_rows]
+            parts = poison_(kernels.partial_sums())
+            kernels.grad_input(piece, parts, start + cut)
+            kernels.finish_input(parts, grad_input, start + cut, piece.shape[0], **factors)
+        kernels.grad_weight(chunk, here, high, low, start, rows)
+    buffers.check()
+    if bool((grad_input[ignored] != 0).any()):
+        raise RuntimeError("grad_input: an ignored row whose gradient is not zero")
+    if bool(ignored.all()) and bool((high != 0).any()):
+        raise RuntimeError("grad_weight: not zero where no row counts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -593,6 +693,7 @@ LAUNCHES: dict[str, Launch] = {
             "hidden": (8, 72),
             "target": _TARGETS,
             "target_dtype": _TARGET_DTYPES,
+            "live": _FLAG,
             "repair": _FLAG,
             "bias": _FLAG,
             "scale": _FLAG,
@@ -601,6 +702,22 @@ LAUNCHES: dict[str, Launch] = {
             "class_weight": _FLAG,
             "grad_scale": _FLAG,
         },
+        hopper=True,
+    ),
+    "products": Launch(
+        launch_products,
+        {
+            "rows": (130, 67),
+            "chunk": (96, 256),
+            "classes": (257, 1),
+            "hidden": (8, 264),
+            "ignored": ("ignored", "valid", "all"),
+            "bias": _FLAG,
+            "factor": _FLAG,
+            "sum_dtype": (torch.bfloat16, torch.float32),
+            "low": (True, False),
+        },
+        lambda options: options["sum_dtype"] == torch.bfloat16 or not options["low"],
         hopper=True,
     ),
 }
