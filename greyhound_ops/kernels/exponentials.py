@@ -177,8 +177,8 @@ def projection_kernel(
     stop = tiles_m * tiles_n
     repairs: tl.constexpr = MODE == "logits" or MODE == "statistics"
     if repairs:
-        at = tl.arange(0, FLAGS)
-        flags = tl.load(flags_ptr + at, mask=at < tiles_m, other=0)
+        each = tl.arange(0, FLAGS)
+        flags = tl.load(flags_ptr + each, mask=each < tiles_m, other=0)
         stop = tl.where(tl.max(flags, 0) > 0, stop, 0)
     # Flattened, the loads of a tile's first operands run behind the epilogue of the tile before:
     # 2 to 3% of the projection. A loop with a branch in it cannot be.

@@ -312,7 +312,7 @@ def grad_weight_kernel(
     hidden_size,
     READS: tl.constexpr,  # adds to what is there
     HAS_LOW: tl.constexpr,
-    LAST: tl.constexpr,  # this launch serves a chunk that is the last one with rows that count
+    LAST: tl.constexpr,  # with low: this launch is for the last chunk with rows that count
     PIECES: tl.constexpr,  # 2 or 4, in which a tile is read and written
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -324,11 +324,10 @@ def grad_weight_kernel(
     rows_here = tl.minimum(tl.maximum(live - start, 0), num_rows)
     tiles_m = tl.cdiv(num_classes, BLOCK_M)
     tiles_n = tl.cdiv(hidden_size, BLOCK_N)
-    if LAST:
-        # The first chunk writes zeros where nothing counts at all.
-        wanted = (live <= start + num_rows) & ((live > start) | (start == 0))
-    else:
-        wanted = live > start + num_rows
+    # The first chunk writes zeros where nothing counts at all.
+    wanted = (live > start) | (start == 0)
+    if HAS_LOW:
+        wanted = wanted & ((live <= start + num_rows) == LAST)
     tiles = tl.where(wanted, tiles_m * tiles_n, 0)
     # Never no block: a flattened loop would skip the tile's epilogue. The first is zero then.
     blocks_k = tl.maximum(tl.cdiv(rows_here, BLOCK_K), 1)
@@ -448,10 +447,10 @@ class Products:
         self.weight, self.bias, self.order, self.live = weight, bias, order, live
         self.num_classes, self.hidden_size = weight.shape
         self.programs = multiprocessors(weight.device)
-        # As many tiles as there are multiprocessors, at most 1024 rows: fewer tiles are made up for
-        # by splitting their sums, and a pass over logits hides behind more than one product.
+        # Two tiles for each multiprocessor, at most 2048 rows; fewer tiles are made up for by
+        # splitting their sums.
         tiles_n = triton.cdiv(self.hidden_size, BLOCK_N)
-        self.input_rows = BLOCK_M * min(max(self.programs // tiles_n, 1), 8)
+        self.input_rows = BLOCK_M * min(max(self.programs * MOST_UNITS // tiles_n, 1), 16)
         self._widen = not weight.is_cuda
         self._weight_rows = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
         self._weight_sums = TensorDescriptor.from_tensor(weight, [BLOCK_K, BLOCK_N])
@@ -618,9 +617,10 @@ class Products:
         reads = start > 0
         pieces, stages = fold_shape(reads, high.dtype)
         box = [BLOCK_M, BLOCK_N // pieces]
-        for last in (False, True):
-            if not last and start + num_rows >= all_rows:
-                continue  # nothing counts behind the last chunk
+        # With a second half there are two launches, one of which ends at once: after the last chunk
+        # that counts the second half is of no use. Behind the last chunk of all nothing counts.
+        more = low is not None and start + num_rows < all_rows
+        for last in (False, True) if more else (True,):
             grad_weight_kernel[(self.programs,)](
                 _tiles(grad_logits, [BLOCK_K, BLOCK_M]),
                 TensorDescriptor.from_tensor(rows, [BLOCK_K, BLOCK_N]),

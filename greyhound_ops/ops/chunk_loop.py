@@ -116,6 +116,7 @@ def _budget_bytes(
     whole_bytes: int,
     budget: chunking.Budget | None,
     override_bytes: int | None = None,
+    live: bool = False,
 ) -> int:
     """The cap on a chunk's logits, by what its gradients need beside it."""
     accum_dtype = accumulator_dtype(weight.dtype, compute_dtype, accum)
@@ -125,6 +126,10 @@ def _budget_bytes(
         cast_bytes = weight.numel() * stored_dtype.itemsize
         if device_type == "cuda":
             accumulator_bytes = weight.numel() * accum_dtype.itemsize
+        if live:
+            # A sum in two halves is read and written once a chunk, 0.4 to 1.1 ms of 9 at 2048 rows
+            # (docs/performance.md, "Sums over chunks"): chunks as large as the two halves.
+            cast_bytes = weight.numel() * 2 * stored_dtype.itemsize
     return chunking.chunk_budget_bytes(
         device_type,
         need_grad_weight=needs.weight,
@@ -314,6 +319,7 @@ class ChunkLoop:
                 self.num_rows * a_row,
                 budget,
                 settings().chunk_budget_bytes,
+                live,
             ),
             chunk_size,
         )
