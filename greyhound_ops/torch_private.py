@@ -371,15 +371,15 @@ def autograd_in_op() -> Iterator[None]:
             exclude = exclude.add(each)
     include = torch._C._dispatch_tls_local_include_set()
     guard = torch._C._ForceDispatchKeyGuard(include, exclude)
-    with guard, torch.enable_grad(), _without_compiled_autograd():
+    with guard, torch.enable_grad(), without_compiled_autograd():
         yield
 
 
-def _without_compiled_autograd() -> AbstractContextManager[Any]:
+def without_compiled_autograd() -> AbstractContextManager[Any]:
     """Compiled autograd off, if anybody has switched it on.
 
-    What an operator differentiates is its own: captured, every chunk would become a compiled graph.
-    Does nothing where compiled autograd was never imported, or is off already.
+    What an operator differentiates is its own: captured, every chunk would become a compiled graph;
+    what the rewrite differentiates while it looks at a graph would be lost. Does nothing where compiled autograd was never imported, or is off already.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     off = getattr(module, "_disable", None)
@@ -412,7 +412,7 @@ def compile_in_op(function: _Function) -> _Function:
         if is_capturing():
             stance = torch.compiler.set_stance("eager_on_recompile")
         try:
-            with stance, _without_compiled_autograd():
+            with stance, without_compiled_autograd():
                 return compiled(*args)
         finally:
             if before is not None:
