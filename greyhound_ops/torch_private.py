@@ -379,7 +379,8 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
     """Compiled autograd off, if anybody has switched it on.
 
     What an operator differentiates is its own: captured, every chunk would become a compiled graph;
-    what the rewrite differentiates while it looks at a graph would be lost. Does nothing where compiled autograd was never imported, or is off already.
+    what the rewrite differentiates while it looks at a graph would be lost. Does nothing where
+    compiled autograd was never imported, or is off already.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     off = getattr(module, "_disable", None)
