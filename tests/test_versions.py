@@ -618,6 +618,15 @@ def _(patch: pytest.MonkeyPatch) -> None:
     assert torch_private.compile_in_op(lambda x: x + 1)(torch.ones(())) == 2
 
 
+@without(torch_private.without_compiled_autograd)
+def _(patch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import compiled_autograd
+
+    patch.delattr(compiled_autograd, "_disable")
+    with torch_private.without_compiled_autograd():
+        pass
+
+
 @without(torch_private.reset_cuda_graphs)
 def _(patch: pytest.MonkeyPatch) -> None:
     with contextlib.suppress(ImportError):
