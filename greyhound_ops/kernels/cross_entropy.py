@@ -28,7 +28,7 @@ def _transform(x, logit_scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl
         x = x * logit_scale
     if HAS_SOFTCAP:
         # tanh by one exp, exact at both infinities; libdevice's is not there in the interpreter.
-        e = tl.exp(-2.0 * tl.abs(x) / softcap)
+        e = tl.exp(tl.abs(x) * (-2.0 / softcap))
         t = (1.0 - e) / (1.0 + e)
         x = softcap * tl.where(x < 0, -t, t)
     return x
@@ -166,22 +166,28 @@ def row_loss_and_grad(
             scale = poison + gain
             if HAS_SCALE:
                 scale *= logit_scale
-            mass = hard
+            per_cap = 1.0
+            if HAS_SOFTCAP:
+                per_cap = 1.0 / softcap
+            # What multiplies the probabilities is hard, and more where a term does not fall on the
+            # target alone. Apart: near p = 1 the target's hard * (p - 1) is exact, and the last
+            # bit of a sum of the two is as large as a small z-loss's whole gradient.
+            more = tl.full([], 0.0, tl.float32)
             if HAS_SMOOTHING:
-                mass += smooth * weight_sum
+                more += smooth * weight_sum
             if HAS_Z_LOSS:
-                mass += 2.0 * z_loss * (shift + log_sum)
+                more += 2.0 * z_loss * (shift + log_sum)
             upstream = tl.full([], 1.0, tl.float32)
             if HAS_GRAD_SCALE:
                 upstream *= tl.load(grad_scale_ptr).to(tl.float32)
             if HAS_ROW_SCALE:
                 upstream *= tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)
-            mass *= upstream
+            more *= upstream
             hard *= upstream
             smooth *= upstream
             if HAS_LSE_GRAD:
-                # dlse/dz_j = p_j: nothing but more mass.
-                mass += tl.load(lse_grad_ptr + row * lse_grad_stride).to(tl.float32)
+                # dlse/dz_j = p_j.
+                more += tl.load(lse_grad_ptr + row * lse_grad_stride).to(tl.float32)
             # The target's logit is read above by every thread of the program and written below by
             # one: without a barrier a fast warp would overwrite it under a slow one.
             tl.debug_barrier()
@@ -192,7 +198,10 @@ def row_loss_and_grad(
                     row_ptr + j, mask=inside, other=float("-inf"), eviction_policy="evict_first"
                 ).to(tl.float32)
                 z = _transform(x, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-                grad = mass * tl.exp((z - shift) - log_sum) - tl.where(j == target, hard, 0.0)
+                p = tl.exp((z - shift) - log_sum)
+                grad = hard * (p - tl.where(j == target, 1.0, 0.0))
+                if HAS_SMOOTHING or HAS_Z_LOSS or HAS_LSE_GRAD:
+                    grad += more * p
                 if HAS_SMOOTHING:
                     if HAS_CLASS_WEIGHT:
                         w = tl.load(class_weight_ptr + j, mask=inside, other=0.0).to(tl.float32)
@@ -200,7 +209,7 @@ def row_loss_and_grad(
                     else:
                         grad -= smooth
                 if HAS_SOFTCAP:
-                    capped = z / softcap
+                    capped = z * per_cap
                     grad *= 1.0 - capped * capped
                 grad *= scale
                 tl.store(

@@ -175,12 +175,12 @@ def _torch_rows(
     in_range = (target >= 0) & (target < num_classes)
     safe_target = target.masked_fill(~in_range, 0).long()
     hard = torch.ones_like(loss) if class_weight is None else class_weight[safe_target]
-    mass = hard
+    more = torch.zeros_like(loss)
     smooth = row_loss.label_smoothing / num_classes
     if row_loss.label_smoothing:
         hard = hard * (1.0 - row_loss.label_smoothing)
         total_weight = num_classes if class_weight_sum is None else class_weight_sum
-        mass = hard + smooth * total_weight
+        more = more + smooth * total_weight
     poison = torch.where(in_range, 0.0, float("nan")).to(loss.dtype)
 
     # The cap's derivative needs z once more; without a cap z is free to be overwritten.
@@ -213,15 +213,17 @@ def _torch_rows(
         probabilities = exponentials.div_(total.unsqueeze(1))
 
     if row_loss.z_loss:
-        mass = mass + 2.0 * row_loss.z_loss * (shift + log_sum)
+        more = more + 2.0 * row_loss.z_loss * (shift + log_sum)
     upstream = torch.ones_like(shift) if grad_scale is None else grad_scale.expand_as(shift)
     if row_scale is not None:
         upstream = upstream * row_scale
-    mass = mass * upstream
+    hard, more = hard * upstream, more * upstream
     if lse_grad is not None:
-        mass = mass + lse_grad  # dlse/dz_j = p_j
-    grad = probabilities.mul_(mass.unsqueeze(1))
-    grad.scatter_add_(1, safe_target.unsqueeze(1), -(hard * upstream).unsqueeze(1))
+        more = more + lse_grad  # dlse/dz_j = p_j
+    at_target = probabilities.gather(1, safe_target.unsqueeze(1)).squeeze(1)
+    at_target = hard * (at_target - 1.0) + more * at_target  # in this order, see the kernel
+    grad = probabilities.mul_((hard + more).unsqueeze(1))
+    grad.scatter_(1, safe_target.unsqueeze(1), at_target.unsqueeze(1))
     if row_loss.label_smoothing:
         by_class = (smooth * upstream).unsqueeze(1)
         if class_weight is None:
