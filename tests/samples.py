@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from greyhound_ops import functional, reference
+from greyhound_ops.ops import chunk_loop
 from greyhound_ops.testing import assert_within_budget
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -263,3 +266,19 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded-transposed": lambda value: _padded(value.t()).t(),
     "expanded": lambda value: value[:1].expand_as(value),
 }
+
+
+@contextlib.contextmanager
+def kept_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets loops on the CPU keep the logits gradient, as those on CUDA do; one has to."""
+    kept: list[bool] = []
+    original = chunk_loop.ChunkLoop.finish
+
+    def finish(loop: chunk_loop.ChunkLoop) -> Any:
+        kept.append(loop.keeps_gradient)
+        return original(loop)
+
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    monkeypatch.setattr(chunk_loop.ChunkLoop, "finish", finish)
+    yield
+    assert any(kept)

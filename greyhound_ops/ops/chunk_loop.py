@@ -26,6 +26,10 @@ FP16_GAIN = 256.0
 FP16_ACCUM_GAIN = 1024.0
 
 
+# On the CPU the logits gradient stays in float32 where the sum is, which costs no more there.
+KEEPS_GRADIENT_ON_CPU = False
+
+
 # Elements of one grad_input product. One wave of 128 x 256 tiles over an H200's 132
 # multiprocessors is 2^22 elements, and cuBLAS ran 0 to 1.5% faster (step time) in products of that
 # size than over the whole chunk (docs/performance.md, "Rows per product"). The projection gained
@@ -161,7 +165,9 @@ def backward_budget(
     """
     if not needs:
         return budget
-    whole_bytes = num_rows * row_bytes(weight.shape[0], compute_dtype, device_type, beside)
+    whole_bytes = 0
+    if not beside:
+        whole_bytes = num_rows * row_bytes(weight.shape[0], compute_dtype, device_type)
     same = _budget_bytes(device_type, weight, needs, compute_dtype, accum, whole_bytes, budget)
     return chunking.Budget(same, same, same)
 
@@ -235,7 +241,7 @@ class ChunkMemory:
         return self._tensor
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory, until it is needed again."""
         self._tensor = None
 
 
@@ -264,6 +270,10 @@ class ChunkLoop:
             None for ``sums``.
         grad_input: Where ``grad_input`` goes, ``[N, D]``; None for a buffer of its own.
         live: The gradients are made by `live_loop`, which keeps the sum in `live_sums`.
+        may_keep_gradient: Where the logits gradient of all rows takes no more than a float32 sum
+            over chunks would, keep it and take ``grad_weight`` by one product in `finish`. The
+            chunk is then part of it, so that it must be this loop's own, and every row must be
+            folded.
     """
 
     def __init__(
@@ -286,6 +296,7 @@ class ChunkLoop:
         like: ChunkLoop | None = None,
         grad_input: Tensor | None = None,
         live: bool = False,
+        may_keep_gradient: bool = False,
     ) -> None:
         self.num_rows = input.shape[0]
         self.needs = needs
@@ -316,7 +327,8 @@ class ChunkLoop:
                 needs,
                 compute_dtype,
                 accum,
-                self.num_rows * a_row,
+                # One chunk of all rows only where its gradient takes the place of the logits.
+                0 if may_keep_gradient or shared_sums or beside else self.num_rows * a_row,
                 budget,
                 settings().chunk_budget_bytes,
                 live,
@@ -327,6 +339,16 @@ class ChunkLoop:
         if single and input.is_cuda and self._stored_dtype == compute_dtype:
             # One product, summed up in float32 inside, is the gradient: nothing to accumulate.
             accum_dtype = compute_dtype
+        element_bytes = compute_dtype.itemsize
+        self.keeps_gradient = (
+            may_keep_gradient
+            and needs.weight
+            and not (single or shared_sums or live)
+            and self._stored_dtype == compute_dtype != accum_dtype
+            and (input.is_cuda or KEEPS_GRADIENT_ON_CPU)
+            and self.num_rows * _padded(num_classes, compute_dtype) * element_bytes
+            <= weight.numel() * accum_dtype.itemsize
+        )
         if live:
             self._keeps_low = not single and accum == "fp32" and self._stored_dtype == compute_dtype
             accum_dtype = self._stored_dtype
@@ -338,7 +360,11 @@ class ChunkLoop:
         self._others_sums = sums
         self._begun = False  # whether the accumulator holds anything yet
         own = sums is None
-        self._accumulator = empty_grad_weight(weight, accum_dtype) if own and needs.weight else None
+        self._accumulator: Tensor | None = None
+        if own and needs.weight and not self.keeps_gradient:
+            self._accumulator = empty_grad_weight(weight, accum_dtype)
+        self._head = weight if self.keeps_gradient else None  # its layout, for `finish`
+        self._kept_rows = 0
         self.grad_bias = (
             torch.zeros(num_classes, dtype=stored_bias_dtype(bias.dtype), device=bias.device)
             if own and needs.bias and bias is not None
@@ -347,7 +373,8 @@ class ChunkLoop:
         self._chunk = ChunkMemory() if chunk is None else chunk
         self._num_classes = num_classes
         self._padded = _padded(num_classes, compute_dtype)
-        self._chunk.reserve(min(self.rows, self.num_rows) * self._padded)
+        held_rows = self.num_rows if self.keeps_gradient else min(self.rows, self.num_rows)
+        self._chunk.reserve(held_rows * self._padded)
 
     def live_sums(self) -> tuple[Tensor, Tensor | None]:
         """Where ``grad_weight`` is summed up: the gradient, and what its dtype cannot hold."""
@@ -368,8 +395,9 @@ class ChunkLoop:
         return self._input, self._weight, self._bias
 
     def buffer(self, start: int, stop: int) -> Tensor:
-        """Room for ``[stop - start, V]`` logits; all chunks share it."""
-        flat = self._chunk.tensor(self._input)[: (stop - start) * self._padded]
+        """Room for ``[stop - start, V]`` logits; all chunks share it, unless gradients are kept."""
+        first = start * self._padded if self.keeps_gradient else 0
+        flat = self._chunk.tensor(self._input)[first : first + (stop - start) * self._padded]
         return flat.view(stop - start, self._padded)[:, : self._num_classes]
 
     def project(self, start: int, stop: int) -> Tensor:
@@ -407,7 +435,12 @@ class ChunkLoop:
         sums = self if self._others_sums is None else self._others_sums
         if sums.grad_bias is not None and needs.bias:
             sums.grad_bias += grad_logits.sum(0, dtype=sums.grad_bias.dtype)
-        if sums._accumulator is not None and needs.weight:
+        if self.keeps_gradient:
+            kept = self.buffer(start, stop)
+            if kept.data_ptr() != grad_logits.data_ptr():
+                kept.copy_(grad_logits)
+            self._kept_rows += stop - start
+        elif sums._accumulator is not None and needs.weight:
             # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.
             _accumulate(
                 sums._accumulator,
@@ -464,8 +497,21 @@ class ChunkLoop:
             _accumulate(product, chunk[part], self._weight, True, 1.0)
             finish(rows, part, product, self.grad_input[rows])
 
+    def free_chunk(self) -> None:
+        """Free the chunk, unless it holds what `finish` needs."""
+        if not self.keeps_gradient:
+            self._chunk.free()
+
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Free the chunk and return grad_input, grad_weight and grad_bias (None if not wanted)."""
+        if self._head is not None:
+            assert self._kept_rows == self.num_rows, "every row must be folded"
+            self._accumulator = empty_grad_weight(self._head, self._stored_dtype)
+            kept = self.buffer(0, self.num_rows)
+            _accumulate(self._accumulator, kept.t(), self._input, True, 1.0 / self._weight_gain)
+            self._begun = True
+            self._head = None
+            del kept
         # Before the cast allocates: the peak then counts the larger of the two, not both.
         self._chunk.free()
         grad_weight = self._accumulator

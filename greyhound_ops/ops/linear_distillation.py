@@ -375,6 +375,7 @@ class _Pair:
             gain=gain,
             spare_fp16=spare_fp16,
             beside=beside,
+            may_keep_gradient=True,
             budget=backward_budget(
                 input.shape[0],
                 input.device.type,

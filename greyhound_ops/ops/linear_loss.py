@@ -292,6 +292,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,  # a loss that nobody knows may have gradients of any size
+        may_keep_gradient=True,
     )
     total = input.new_zeros((), dtype=torch.promote_types(compute_dtype, torch.float32))
     for start, stop in loop.spans():

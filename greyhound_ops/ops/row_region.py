@@ -687,6 +687,7 @@ class _Loops:
                 gain=1.0,  # the upstream's own factor, see _fp16_scale
                 spare_fp16=spare_fp16,
                 chunk=self._chunks[index],
+                may_keep_gradient=True,
                 sums=self.loops[head.owner] if head.owner != index else None,
                 shared_sums=sum(other.owner == head.owner for other in region.heads) > 1,
                 like=copies.get(key),
@@ -729,6 +730,8 @@ class _Loops:
                 continue
             if grad is not None:
                 loop.fold_any(start, stop, grad)
+            elif loop.keeps_gradient:
+                loop.fold(start, stop, loop.buffer(start, stop).zero_())
             elif loop.grad_input is not None:
                 loop.grad_input[start:stop].zero_()
             del grad  # or it would live beside the next projection's
@@ -739,8 +742,8 @@ class _Loops:
     def finish(self) -> list[Tensor]:
         """The gradients as one list: inputs, weights, biases, row and whole arguments."""
         call, heads = self._region.call, self._region.heads
-        for chunk in self._chunks:
-            chunk.free()  # all, before the first cast of a gradient
+        for loop in self.loops:
+            loop.free_chunk()  # all, before the first cast of a gradient
         made = [loop.finish() for loop in self.loops]
         inputs, weights, biases = zip(*made, strict=True)
         with_bias = [

@@ -20,7 +20,16 @@ from greyhound_ops.errors import (
 )
 from greyhound_ops.functional import chunked_linear_distillation
 from greyhound_ops.testing import assert_within_budget, peak_memory
-from samples import DIFFERENTIABLE, DTYPES, LAYOUTS, REDUCTIONS, SLACK, Result, dtype_id
+from samples import (
+    DIFFERENTIABLE,
+    DTYPES,
+    LAYOUTS,
+    REDUCTIONS,
+    SLACK,
+    Result,
+    dtype_id,
+    kept_gradients,
+)
 
 OP = torch.ops.greyhound.linear_distillation
 OP_BACKWARD = torch.ops.greyhound.linear_distillation_backward
@@ -1164,3 +1173,12 @@ def test_no_second_grad_weight_for_the_upstream(reduction: str, device: torch.de
     assert backward_bytes(retain_graph=False) < weight.nbytes / 4
     # One that is kept must not be overwritten.
     assert backward_bytes(retain_graph=True) >= weight.nbytes
+
+
+@by_reduction
+def test_kept_gradients(
+    reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(hidden=16, dtype=torch.bfloat16, device=device, bias=True)
+    with kept_gradients(monkeypatch):
+        check(pair, reduction=reduction, upstream=0.3, only_ours={"chunk_size": 4})

@@ -30,7 +30,7 @@ from greyhound_ops.modules import ChunkedLinearLoss
 from greyhound_ops.ops import linear_loss, loss_call
 from greyhound_ops.ops.chunk_loop import GradientNeeds
 from greyhound_ops.testing import assert_within_budget, relative_error
-from samples import DTYPES, LAYOUTS, SLACK, dtype_id
+from samples import DTYPES, LAYOUTS, SLACK, dtype_id, kept_gradients
 
 ROWS, HIDDEN, CLASSES = 13, 8, 11
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -904,3 +904,11 @@ def test_adapter_by_itself() -> None:
     assert torch.equal(grad, expected)
     assert not loss.requires_grad
     assert not grad.requires_grad
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("input",), ("bias",)], ids=lambda names: "+".join(names) or "all"
+)
+def test_kept_gradients(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept_gradients(monkeypatch):
+        check(chunked(nll), problem("nll", torch.bfloat16, hidden=16), frozen=frozen)

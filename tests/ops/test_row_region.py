@@ -18,7 +18,7 @@ from greyhound_ops import config
 from greyhound_ops.errors import ForwardModeError, NotDifferentiableTwiceError
 from greyhound_ops.ops import row_region
 from greyhound_ops.testing import assert_within_budget, peak_memory
-from samples import SLACK, dtype_id
+from samples import SLACK, dtype_id, kept_gradients
 
 DTYPES = tuple(SLACK)
 OPERANDS = ("inputs", "weights", "biases", "row_args", "whole_args")
@@ -1001,3 +1001,14 @@ def test_peak_on_cuda(way: str) -> None:
     chunk = chunk_size * classes * 2
     assert peak <= asked + 2 * chunk + chunk // 2 + 2**21
     assert peak < rows * classes * 2
+
+
+@by_case
+@pytest.mark.parametrize("frozen", [(), ("input",)], ids=lambda names: "+".join(names) or "all")
+def test_kept_gradients(
+    name: str, frozen: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = make_region(name, 8, dtype=torch.bfloat16, device=device)
+    for way in WAYS.values():
+        with kept_gradients(monkeypatch):
+            compare(region, way, frozen=frozen, chunk_size=5)
