@@ -111,6 +111,18 @@ def _padded(num_classes: int, compute_dtype: torch.dtype) -> int:
     return -(-num_classes // per_16_bytes) * per_16_bytes
 
 
+def keeping_is_less(
+    num_rows: int,
+    weight_shape: tuple[int, ...],
+    compute_dtype: torch.dtype,
+    accum_dtype: torch.dtype,
+) -> bool:
+    """Whether the logits gradient of all rows takes no more than a sum over chunks."""
+    num_classes, hidden = weight_shape
+    kept = num_rows * _padded(num_classes, compute_dtype) * compute_dtype.itemsize
+    return kept <= num_classes * hidden * accum_dtype.itemsize
+
+
 def _budget_bytes(
     device_type: str,
     weight: Tensor,
@@ -339,15 +351,13 @@ class ChunkLoop:
         if single and input.is_cuda and self._stored_dtype == compute_dtype:
             # One product, summed up in float32 inside, is the gradient: nothing to accumulate.
             accum_dtype = compute_dtype
-        element_bytes = compute_dtype.itemsize
         self.keeps_gradient = (
             may_keep_gradient
             and needs.weight
             and not (single or shared_sums or live)
             and self._stored_dtype == compute_dtype != accum_dtype
             and (input.is_cuda or KEEPS_GRADIENT_ON_CPU)
-            and self.num_rows * _padded(num_classes, compute_dtype) * element_bytes
-            <= weight.numel() * accum_dtype.itemsize
+            and keeping_is_less(self.num_rows, weight.shape, compute_dtype, accum_dtype)
         )
         if live:
             self._keeps_low = not single and accum == "fp32" and self._stored_dtype == compute_dtype

@@ -40,9 +40,11 @@ from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkMemory,
     GradientNeeds,
+    accumulator_dtype,
     defers_division,
     empty,
     empty_grad_weight,
+    keeping_is_less,
     stored_bias_dtype,
     stored_weight_dtype,
 )
@@ -603,33 +605,135 @@ def _fp16_scale(coefficients: list[Tensor], device: torch.device) -> Tensor:
     return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
 
 
-def _chunk_rows(region: _Region) -> int:
+@dataclasses.dataclass(frozen=True)
+class HeadSize:
+    """What the memory of one projection in a region depends on.
+
+    Attributes:
+        num_rows: N.
+        num_classes: V.
+        hidden_size: D.
+        compute_dtype: Dtype of the product and the logits.
+        weight_dtype: Dtype of the head.
+        needs: Whether any of its gradients is wanted.
+        needs_weight: Whether the head's is.
+    """
+
+    num_rows: int
+    num_classes: int
+    hidden_size: int
+    compute_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    needs: bool
+    needs_weight: bool
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of all rows' logits."""
+        return self.num_rows * self.num_classes * self.compute_dtype.itemsize
+
+    def sum_dtypes(self, accum: str) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes in which the head's gradient is summed up and stored."""
+        types = self.weight_dtype, self.compute_dtype, accum
+        return accumulator_dtype(*types), stored_weight_dtype(*types)
+
+
+def _row_bytes(size: HeadSize, device_type: str) -> int:
+    """Bytes of a row of a chunk: logits and their gradient."""
+    itemsize = size.compute_dtype.itemsize
+    per_16_bytes = 16 // itemsize
+    padded = -(-size.num_classes // per_16_bytes) * per_16_bytes
+    element_bytes = itemsize * (2 if size.needs else 1)
+    if device_type != "cuda" and itemsize < 4:
+        element_bytes += 4  # bodies compute in float32, and nothing fuses that here
+    return padded * element_bytes
+
+
+def _rows_of(
+    sizes: list[HeadSize], device_type: str, accum: str, chunk_size: int | None, *, wants: bool
+) -> int:
     """Rows of a chunk: all projections' logits and their gradients live at once."""
-    call = region.call
-    device = region.heads[0].input.device
-    row_bytes = cast_bytes = 0
-    for head in region.heads:
-        itemsize = head.compute_dtype.itemsize
-        per_16_bytes = 16 // itemsize
-        padded = -(-head.weight.shape[0] // per_16_bytes) * per_16_bytes
-        element_bytes = itemsize * (2 if head.needs else 1)
-        if device.type != "cuda" and itemsize < 4:
-            element_bytes += 4  # bodies compute in float32, and nothing fuses that here
-        row_bytes += padded * element_bytes
-        if head.needs.weight:
-            stored = stored_weight_dtype(
-                head.weight.dtype, head.compute_dtype, call.grad_weight_accum_dtype
-            )
-            if stored != torch.float32 and call.grad_weight_accum_dtype == "fp32":
-                cast_bytes = max(cast_bytes, head.weight.numel() * stored.itemsize)
+    cast_bytes = 0
+    for size in sizes:
+        _, stored = size.sum_dtypes(accum)
+        if size.needs_weight and stored != torch.float32 and accum == "fp32":
+            head_bytes = size.num_classes * size.hidden_size * stored.itemsize
+            cast_bytes = max(cast_bytes, head_bytes)
     budget = chunking.chunk_budget_bytes(
-        device.type,
-        need_grad_weight=any(head.needs.weight for head in region.heads),
-        need_grads=region.wants,
+        device_type,
+        need_grad_weight=any(size.needs_weight for size in sizes),
+        need_grads=wants,
         final_cast_bytes=cast_bytes,
         override_bytes=settings().chunk_budget_bytes,
     )
-    return chunking.chunk_rows(region.num_rows, row_bytes, budget, call.chunk_size)
+    row_bytes = sum(_row_bytes(size, device_type) for size in sizes)
+    return chunking.chunk_rows(sizes[0].num_rows, row_bytes, budget, chunk_size)
+
+
+def peak_bytes(
+    sizes: list[HeadSize], device_type: str, accum: str, chunk_size: int | None
+) -> tuple[int, int]:
+    """What a region holds of ``[rows, V]`` and ``[V, D]`` at its peak, and whole logits at least.
+
+    Args:
+        sizes: Its projections.
+        device_type: ``"cuda"`` or any other.
+        accum: ``"fp32"`` or ``"weight"``.
+        chunk_size: Rows per chunk, None for the plan.
+
+    Returns:
+        Bytes of the region; and those that any program with whole logits needs, which holds every
+        projection's logits, then one gradient of logits beside the head's gradient. What it saves
+        for its backward in float32 is not counted.
+    """
+    wants = any(size.needs for size in sizes)
+    rows = _rows_of(sizes, device_type, accum, chunk_size, wants=wants)
+    sums = stored_bytes = plain_end = 0
+    chunk = rows * sum(_row_bytes(size, device_type) for size in sizes)
+    for size in sizes:
+        if not size.needs_weight:
+            continue
+        sum_dtype, stored = size.sum_dtypes(accum)
+        shape = size.num_classes, size.hidden_size
+        head_bytes = shape[0] * shape[1] * stored.itemsize
+        plain_end += size.logits_bytes + head_bytes
+        if stored == sum_dtype or rows >= size.num_rows:
+            sums += head_bytes
+            continue
+        stored_bytes = max(stored_bytes, head_bytes)
+        if device_type == "cuda" and keeping_is_less(
+            size.num_rows, shape, size.compute_dtype, sum_dtype
+        ):
+            sums += size.logits_bytes
+            chunk -= rows * size.num_classes * size.compute_dtype.itemsize
+        else:
+            sums += shape[0] * shape[1] * sum_dtype.itemsize
+    plain = max(sum(size.logits_bytes for size in sizes), plain_end)
+    return sums + max(chunk, stored_bytes), plain
+
+
+def _chunk_rows(region: _Region) -> int:
+    """Rows of a chunk of a region."""
+    sizes = [
+        HeadSize(
+            region.num_rows,
+            head.weight.shape[0],
+            head.weight.shape[1],
+            head.compute_dtype,
+            head.weight.dtype,
+            bool(head.needs),
+            head.needs.weight,
+        )
+        for head in region.heads
+    ]
+    call = region.call
+    return _rows_of(
+        sizes,
+        region.heads[0].input.device.type,
+        call.grad_weight_accum_dtype,
+        call.chunk_size,
+        wants=region.wants,
+    )
 
 
 def planned_rows(call: Any) -> int:

@@ -24,7 +24,8 @@ class RewriteSettings:
         kinds: Kinds of rewrite to apply, from `KINDS`.
         min_logits_bytes: Logits smaller than this, in the dtype of the projection, are left as
             they are: there is little memory to save and the extra launches show. None for what
-            fits one chunk: 512 MiB on CUDA, 32 MiB on the CPU.
+            fits one chunk, 512 MiB on CUDA, 32 MiB on the CPU; a region is then also left alone
+            if its peak would be more than 0.8 of what whole logits hold at the least.
         chunk_size: Rows per chunk, or None for the plan.
         grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``, as for the op.
         returned_logits: What becomes of logits that leave the graph beside a loss. ``"keep"``: they

@@ -1,0 +1,77 @@
+"""When a region is worth it: what chunks and the sums over them hold against whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from greyhound_ops import chunking
+from greyhound_ops.ops import row_region
+from lowering.rewriting import assert_left, check, reasons
+
+GIB = 2**30
+
+
+def head(num_rows: int, *, learns: bool = True, hidden: int = 4096) -> row_region.HeadSize:
+    return row_region.HeadSize(
+        num_rows, 128256, hidden, torch.bfloat16, torch.bfloat16, learns, learns
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "accum", "at_least", "at_most"),
+    [
+        # Distillation of two heads of V=128256 and D=4096, both of whose logits take 0.98 GiB at
+        # 4096 rows. The learning one's logits gradient is kept, then stands beside its head's.
+        (4096, "fp32", 1.9, 2.0),
+        # Twice 8192 rows: kept as well, 1.96 + 0.98.
+        (8192, "fp32", 2.9, 3.0),
+        # Beyond 2 D rows a float32 sum is less: 1.96, and a chunk or the cast of 0.98.
+        (32768, "fp32", 2.9, 3.0),
+        # A sum in bf16, and half a GiB of chunks, whatever the rows.
+        (4096, "weight", 1.4, 1.5),
+        (32768, "weight", 1.4, 1.5),
+    ],
+)
+def test_peak_of_a_region(num_rows: int, accum: str, at_least: float, at_most: float) -> None:
+    sizes = [head(num_rows), head(num_rows, learns=False)]
+    chunked, plain = row_region.peak_bytes(sizes, "cuda", accum, None)
+    assert at_least < chunked / GIB < at_most
+    logits = num_rows * 128256 * 2
+    assert plain == max(2 * logits, logits + 128256 * 4096 * 2)
+
+
+def squares(rows: int) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 64, bias=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.head(x * 1.0) - y).square().mean()
+
+    def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        torch.manual_seed(0)
+        return Model(), (torch.randn(rows, 8, requires_grad=True), torch.randn(rows, 64))
+
+    return made
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_region_that_saves_little_is_left(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A chunk of 64 rows, 32 KiB with its gradient; the head's gradient takes 2 KiB.
+    monkeypatch.setattr(chunking, "CPU_BUDGET", chunking.Budget(2**15, 2**15, 2**15))
+    few, many = squares(128), squares(256)
+    # Whole logits of 128 rows take 32 KiB, and stand beside 2 KiB.
+    assert_left(
+        check(few, min_logits_bytes=None, chunk_size=None, dynamic=dynamic),
+        "too little is saved",
+    )
+    backend = check(many, min_logits_bytes=None, chunk_size=None, dynamic=dynamic)
+    assert len(backend.region_nodes) == 1, reasons()
+    # Who names a size of his own has decided it.
+    backend = check(few, min_logits_bytes=0, chunk_size=None, dynamic=dynamic)
+    assert len(backend.region_nodes) == 1, reasons()
