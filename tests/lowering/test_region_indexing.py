@@ -207,6 +207,22 @@ def test_bfloat16(body: Body) -> None:
     assert_region(check(maker(body, dtype=torch.bfloat16)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "body",
+    [picked_by_target, one_hot_smoothed, marked_smoothed, dot_of_rows, layer_norm, margin],
+)
+def test_on_cuda(body: Body) -> None:
+    """Where the body of the region is compiled."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        module, inputs = maker(body)()
+        there = (each.detach().cuda().requires_grad_(each.requires_grad) for each in inputs)
+        return module.cuda(), tuple(there)
+
+    assert len(check(make, slack=1e-5).region_nodes) == 1
+
+
 # --------------------------------------------------------------------------------------- left alone
 
 
