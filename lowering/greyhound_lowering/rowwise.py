@@ -528,7 +528,7 @@ class Prover:
             if labels[at] == "r":
                 if is_one(size):
                     own += "x"
-                elif same(size, shape[at]):
+                elif agree(size, shape[at]):
                     own += "r"
                 else:
                     raise Declined("a value of another number of rows meets the logits")
@@ -755,11 +755,24 @@ def _is_plain_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
+def agree(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two numbers of rows are equal, or were when the graph was traced.
+
+    Hidden states and targets of one batch may come with symbols of their own, after a graph break
+    for one. The op asks whether its arguments have as many rows as its logits, which makes their
+    being equal a guard of the graph, as `torch.nn.functional.cross_entropy` would.
+    """
+    if same(size, other):
+        return True
+    hint = torch_private.size_hint(size)
+    return hint is not None and hint == torch_private.size_hint(other)
+
+
 def _aligned(value: Tensor, labels: str, shape: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
     """The labels that a value of fewer dimensions takes from those it meets."""
     own = labels[len(labels) - value.dim() :]
     if any(
-        label == "r" and not is_one(size) and not same(size, other)
+        label == "r" and not is_one(size) and not agree(size, other)
         for label, size, other in zip(
             own, value.shape, shape[len(labels) - value.dim() :], strict=True
         )
@@ -1011,7 +1024,7 @@ def _gather(prover: Prover, node: Any) -> Value:
     if len(source.labels) != len(at.labels) or not (source.by_row and at.by_row):
         raise Declined(f"{_short(node.target)} has an index of another form")
     for i, (one, other) in enumerate(zip(node.args[0].meta["val"].shape, shape, strict=True)):
-        if i != dim and not same(one, other):
+        if i != dim and not agree(one, other):
             raise Declined(f"{_short(node.target)} has an index of another number of rows")
     args: list[Any] = [_Name(source.name), source.inner(dim), _Name(at.name)]
     if node.target in (aten.scatter.src, aten.scatter_add.default):
