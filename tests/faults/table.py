@@ -30,6 +30,30 @@ B are reported in public, R were seen in sources. The ids have nothing to do wit
 [forms](forms.md). This page is written by `PYTHONPATH=.:lowering:tests python -m faults.table`
 from the marks on the tests; a test keeps it current and every row filled.
 
+Beside the faults:
+
+- **Random calls** (`tests/fuzz`, `PYTHONPATH=.:tests python -m fuzz.figures 2500`): layouts,
+  dtypes, options, frozen subsets, ignored shares, upstreams and chunk sizes against float64,
+  allowed 1.1 times plain torch's error. Of 20 000 calls on a CPU with 60 662 tensors compared, none
+  was out of budget:
+
+  | family | calls | tensors | worst share of what is allowed |
+  | --- | --- | --- | --- |
+  | cross entropy | 2500 | 8311 | 0.99 |
+  | several terms | 2500 | 10238 | 1.00 |
+  | log-probs | 2500 | 10034 | 1.00 |
+  | distillation | 2500 | 8415 | 0.99 |
+  | any loss | 2500 | 6356 | 0.96 |
+  | existing logits | 2500 | 5295 | 0.52 |
+  | policy | 2500 | 6092 | 0.70 |
+  | preference | 2500 | 5921 | 0.38 |
+
+- **Random graphs** for the rewrite: `tests/lowering/test_region_fuzz.py`.
+- **Promises** (`tests/promises`): out of memory inside a chunk, failing callables, deterministic
+  runs, retained graphs, threads, forks, scalers, graphs, two devices.
+- **Versions**: [a page of their own](versions.md).
+- **compute-sanitizer**: `tests/sanitizer/run.sh`; a complete run on a GPU is still to be made.
+
 {counts}
 """
 
