@@ -620,7 +620,12 @@ class _Emitter:
                 operands.append(projection.bias)
         sides = [node for node in self.traced.inputs if isinstance(example(node), Tensor)]
         guards.check_operands([*operands, *sides])
-        guards.check_unchanged(region.seeds[0], self.anchor, [*operands, *sides])
+        guards.check_unchanged(region.seeds[0], self.anchor, operands)
+        for side in sides:
+            # Labels are often prepared in place behind the head: what counts is what is first read.
+            readers = (node for node in region.nodes if side in node.all_input_nodes)
+            first = next(readers, region.seeds[0].node)
+            guards.check_unchanged(first, self.anchor, [side])
         for projection in region.seeds:
             bias = None if projection.bias is None else example(projection.bias)
             if projection.bias is not None and (
