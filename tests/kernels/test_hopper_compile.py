@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import torch
 
 from greyhound_ops.kernels import products
@@ -16,48 +15,38 @@ from greyhound_ops.kernels import products
 # What one program of sm_90 may take; the launch fails above it.
 MOST_SHARED_BYTES = 227 * 1024
 
+M, N, K = products.BLOCK_M, products.BLOCK_N, products.BLOCK_K
+BLOCKS = {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_K": K, "WIDEN": False}
 
-def compiled_shared_bytes(
-    name: str, constants: dict[str, Any], types: dict[str, str], stages: int
-) -> int:
-    """Shared memory of a kernel of `products` or `exponentials`, compiled in a clean process."""
-    script = f"""
-import json
+# Compiled in one clean process: under TRITON_INTERPRET=1 there is nothing to compile.
+SCRIPT = """
+import json, sys
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-import triton
 from greyhound_ops.kernels import exponentials, products
-kernel = getattr(products, {name!r}, None) or getattr(exponentials, {name!r})
-constants, types = json.loads({json.dumps(json.dumps(constants))}), {types!r}
-names = kernel.arg_names
-signature = {{n: "constexpr" if n in constants else types.get(n, "i32") for n in names}}
-fixed = {{(names.index(n),): value for n, value in constants.items()}}
-source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs={{}})
-options = {{"num_stages": {stages}, "num_warps": products.WARPS}}
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+
+made = {}
+for label, (name, constants, types, stages) in json.load(sys.stdin).items():
+    kernel = getattr(products, name, None) or getattr(exponentials, name)
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    fixed = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs={})
+    options = {"num_stages": stages, "num_warps": products.WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made[label] = compiled.metadata.shared
+print(json.dumps(made))
 """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return int(result.stdout.split()[-1])
+
+Kernel = tuple[str, dict[str, Any], dict[str, str], int]
 
 
 def tiles(dtype: str, *box: int) -> str:
     return f"tensordesc<{dtype}{list(box)}>"
 
 
-BLOCKS = {
-    "BLOCK_M": products.BLOCK_M,
-    "BLOCK_N": products.BLOCK_N,
-    "BLOCK_K": products.BLOCK_K,
-    "WIDEN": False,
-}
-M, N, K = products.BLOCK_M, products.BLOCK_N, products.BLOCK_K
-
-
-def test_logits() -> None:
+def logits() -> Kernel:
     types = {
         "input_desc": tiles("bf16", M, K),
         "weight_desc": tiles("bf16", N, K),
@@ -65,38 +54,21 @@ def test_logits() -> None:
         "bias_ptr": "*bf16",
         "live_ptr": "*i32",
     }
-    shared = compiled_shared_bytes(
-        "logits_kernel", {"HAS_BIAS": True, **BLOCKS}, types, products.STAGES
-    )
-    assert shared <= MOST_SHARED_BYTES
+    return "logits_kernel", {"HAS_BIAS": True, **BLOCKS}, types, products.STAGES
 
 
-def test_grad_input() -> None:
+def grad_input() -> Kernel:
     types = {
         "grad_desc": tiles("bf16", M, K),
         "weight_desc": tiles("bf16", K, N),
         "parts_desc": tiles("fp32", M, N // 4),
         "live_ptr": "*i32",
     }
-    constants = {
-        "MOST_SPLITS": products.MOST_SPLITS, "MOST_UNITS": products.MOST_UNITS, **BLOCKS
-    }  # fmt: skip
-    shared = compiled_shared_bytes("grad_input_kernel", constants, types, products.STAGES)
-    assert shared <= MOST_SHARED_BYTES
+    splits = {"MOST_SPLITS": products.MOST_SPLITS, "MOST_UNITS": products.MOST_UNITS}
+    return "grad_input_kernel", {**splits, **BLOCKS}, types, products.STAGES
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reads", "low"),
-    [
-        (torch.bfloat16, False, False),
-        (torch.bfloat16, False, True),
-        (torch.bfloat16, True, False),
-        (torch.bfloat16, True, True),
-        (torch.float32, False, False),
-        (torch.float32, True, False),
-    ],
-)
-def test_grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> None:
+def grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> Kernel:
     pieces, stages = products.fold_shape(reads, dtype)
     name = "fp32" if dtype == torch.float32 else "bf16"
     types = {
@@ -112,15 +84,10 @@ def test_grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> None:
     }  # fmt: skip
     if not low:
         constants["low_desc"] = None
-    shared = compiled_shared_bytes("grad_weight_kernel", constants, types, stages)
-    assert shared <= MOST_SHARED_BYTES
+    return "grad_weight_kernel", constants, types, stages
 
 
-@pytest.mark.parametrize(
-    ("mode", "live"),
-    [("sums", True), ("exponentials", True), ("statistics", False), ("logits", True)],
-)
-def test_exponentials(mode: str, live: bool) -> None:
+def projection(mode: str, live: bool) -> Kernel:
     types = {
         "input_desc": tiles("bf16", M, K),
         "weight_desc": tiles("bf16", N, K),
@@ -143,5 +110,32 @@ def test_exponentials(mode: str, live: bool) -> None:
         "live_ptr": not live,
     }
     constants |= {name: None for name, is_absent in absent.items() if is_absent}
-    shared = compiled_shared_bytes("projection_kernel", constants, types, products.STAGES)
-    assert shared <= MOST_SHARED_BYTES
+    return "projection_kernel", constants, types, products.STAGES
+
+
+KERNELS = {
+    "logits": logits(),
+    "grad_input": grad_input(),
+    "grad_weight first": grad_weight(torch.bfloat16, False, False),
+    "grad_weight first of several": grad_weight(torch.bfloat16, False, True),
+    "grad_weight added": grad_weight(torch.bfloat16, True, False),
+    "grad_weight added in halves": grad_weight(torch.bfloat16, True, True),
+    "grad_weight fp32": grad_weight(torch.float32, False, False),
+    "grad_weight added fp32": grad_weight(torch.float32, True, False),
+    "sums": projection("sums", True),
+    "exponentials": projection("exponentials", True),
+    "statistics": projection("statistics", False),
+    "repaired logits": projection("logits", True),
+}
+
+
+def test_kernels_fit() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=json.dumps(KERNELS), capture_output=True, text=True,
+        env=environment, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    shared_bytes: dict[str, int] = json.loads(result.stdout.splitlines()[-1])
+    assert shared_bytes.keys() == KERNELS.keys()
+    assert {k: v for k, v in shared_bytes.items() if not 0 < v <= MOST_SHARED_BYTES} == {}
