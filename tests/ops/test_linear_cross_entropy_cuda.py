@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from greyhound_ops import config
 from greyhound_ops.errors import TargetOutOfRangeError
 from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.ops import live_loop
+from greyhound_ops.ops.chunk_loop import GradientNeeds
 from greyhound_ops.testing import peak_memory, relative_error
 from samples import (
     CASES,
@@ -282,3 +285,117 @@ def test_another_device() -> None:
     sample = make_sample(64, 32, 257, device="cuda:1", bias=True)
     assert torch.cuda.current_device() == 0
     check_against_reference(sample)
+
+
+# ----------------------------------------------- the loop over the rows that count, on two streams
+
+
+@pytest.fixture
+def live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That loop for shapes of any size; it has to be taken."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU with tensor memory accelerators")
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    monkeypatch.setattr(live_loop, "PART_ROWS", 128)
+    assert live_loop.serves(
+        torch.empty(8, 64, device="cuda", dtype=torch.bfloat16),
+        torch.empty(512, 64, device="cuda", dtype=torch.bfloat16),
+        GradientNeeds(True, True, False),
+        torch.bfloat16,
+    )
+
+
+def live_sample(rows: int = 700, ignored: float = 0.4) -> Sample:
+    return make_sample(rows, 64, 1000, dtype=torch.bfloat16, device="cuda", ignored=ignored)
+
+
+@pytest.mark.usefixtures("live_rows")
+@pytest.mark.parametrize("accum", ["fp32", "weight"])
+@pytest.mark.parametrize("chunk_size", [None, 100, 256])
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.97])
+def test_live_rows_equal_the_reference(ignored: float, chunk_size: int | None, accum: str) -> None:
+    check_against_reference(
+        live_sample(ignored=ignored),
+        upstream=1.7,
+        only_ours={"chunk_size": chunk_size, "grad_weight_accum_dtype": accum},
+    )
+
+
+@pytest.mark.usefixtures("live_rows")
+@pytest.mark.parametrize("chunk_size", [None, 256])
+def test_live_rows_wait_for_nothing(chunk_size: int | None) -> None:
+    sample, upstream = live_sample(), upstream_for("mean", 700)
+    train(sample, upstream, chunk_size=chunk_size)
+    with no_host_sync():
+        train(sample, upstream, chunk_size=chunk_size)
+
+
+@pytest.mark.usefixtures("live_rows")
+@pytest.mark.parametrize("chunk_size", [None, 256])
+def test_live_rows_are_the_same_every_time(chunk_size: int | None) -> None:
+    sample, upstream = live_sample(), upstream_for("mean", 700)
+    first = train(sample, upstream, chunk_size=chunk_size)
+    for _ in range(20):
+        # Other work in the way of both streams, and other memory under their buffers.
+        torch.randn(2000, 2000, device="cuda").matmul(torch.randn(2000, 2000, device="cuda"))
+        for one, other in zip(first, train(sample, upstream, chunk_size=chunk_size), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("live_rows")
+@pytest.mark.parametrize("chunk_size", [None, 256])
+def test_live_rows_in_a_graph_with_new_targets(chunk_size: int | None) -> None:
+    sample, upstream = live_sample(), upstream_for("mean", 700)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            train(sample, upstream, chunk_size=chunk_size)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train(sample, upstream, chunk_size=chunk_size)
+    for keep in (1.0, 0.3, 0.01, 0.0):
+        target = torch.randint(0, 1000, (700,), device="cuda")
+        target[torch.rand(700, device="cuda") >= keep] = -100
+        sample.target.copy_(target)
+        graph.replay()
+        for one, other in zip(
+            captured, train(sample, upstream, chunk_size=chunk_size), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("live_rows")
+def test_live_rows_from_several_threads_and_streams() -> None:
+    samples = [live_sample(rows) for rows in (130, 700, 411, 256)]
+    upstream = upstream_for("mean", 0)
+    expected = [train(sample, upstream, chunk_size=256) for sample in samples]
+
+    def work(index: int) -> list[tuple[torch.Tensor, ...]]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            made = [train(samples[index], upstream, chunk_size=256) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return made
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(len(samples)) as pool:
+        for wanted, made in zip(expected, pool.map(work, range(len(samples))), strict=True):
+            for each in made:
+                assert all(torch.equal(*pair) for pair in zip(wanted, each, strict=True))
+
+
+@pytest.mark.usefixtures("live_rows")
+def test_live_rows_hold_a_chunk_and_the_gradients() -> None:
+    rows, hidden, classes, chunk = 4096, 256, 32000, 512
+    sample = make_sample(rows, hidden, classes, dtype=torch.bfloat16, device="cuda", ignored=0.5)
+    upstream = upstream_for("mean", rows)
+    options = {"chunk_size": chunk, "grad_weight_accum_dtype": "weight"}
+    train(sample, upstream, **options)
+    with peak_memory("cuda") as peak:
+        train(sample, upstream, **options)
+    gradients = rows * hidden * 2 + classes * hidden * 2
+    units = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    partial_sums = units * 128 * 256 * 4
+    allowed = gradients + chunk * (classes + hidden) * 2 + partial_sums + rows * 64
+    assert peak.bytes <= allowed + 2**20
