@@ -29,6 +29,9 @@ except ImportError:  # an older Triton: cuBLAS serves
 # 256 x 128 were 3 to 18% slower.
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WARPS = 128, 256, 64, 4, 8
 
+# Shared memory that one program may take on a Hopper multiprocessor; the kernels take nearly all.
+LEAST_SHARED_BYTES = 227 * 1024
+
 # grad_input of few rows has fewer tiles than there are multiprocessors: each sum over V, 1.5 ms at
 # V=128256, is then cut into at most so many, in all at most so many for each multiprocessor.
 MOST_SPLITS, MOST_UNITS = 16, 2
@@ -384,7 +387,7 @@ def supported(
     """
     if TensorDescriptor is None or dtype != torch.bfloat16:
         return False
-    if 0 in (*input.shape, *weight.shape) or input.shape[1] % 8:
+    if 0 in (*input.shape, *weight.shape) or input.shape[1] % 8 or weight.shape[0] == 1:
         return False
     if not interpreted and not (input.is_cuda and has_tensor_memory_accelerator(input.device)):
         return False
@@ -459,12 +462,10 @@ class Products:
         """Write some rows in the order of the call; zeros for those that do not count.
 
         Args:
-            input: ``[N, D]`` bf16.
+            input: ``[N, D]`` bf16, unit column stride.
             out: ``[M, D]`` bf16, contiguous.
             start: First row.
         """
-        if input.stride(1) != 1:
-            input = input.contiguous()
         block = min(triton.next_power_of_2(self.hidden_size), 2048)
         gather_kernel[(out.shape[0], triton.cdiv(self.hidden_size, block))](
             input,
@@ -670,8 +671,15 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def has_tensor_memory_accelerator(device: torch.device) -> bool:
-    """Whether a CUDA device fetches tiles by itself: Hopper and later."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a CUDA device fetches tiles by itself and has room for them.
+
+    Hopper and later, but not the later ones for workstations, whose programs have 99 KiB of shared
+    memory: these tiles take up to 227.
+    """
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= LEAST_SHARED_BYTES
 
 
 def tma_ready(matrix: torch.Tensor) -> bool:

@@ -430,6 +430,8 @@ class ChunkLoop:
                 products or, where the products accumulate outside the GEMM, in float32.
         """
         self.fold_head(start, stop, grad_logits, self.needs)
+        if self.keeps_gradient:
+            grad_logits = self.buffer(start, stop)  # the other may have lain under it
         if self.grad_input is not None:
             self.fold_input(grad_logits, self.grad_input[start:stop])
 
@@ -447,8 +449,12 @@ class ChunkLoop:
             sums.grad_bias += grad_logits.sum(0, dtype=sums.grad_bias.dtype)
         if self.keeps_gradient:
             kept = self.buffer(start, stop)
-            if kept.data_ptr() != grad_logits.data_ptr():
+            # A callable may have made its gradient in the logits themselves, or a view of them with
+            # strides of its own, which a copy onto itself would read while it writes.
+            if grad_logits.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
                 kept.copy_(grad_logits)
+            elif grad_logits.data_ptr() != kept.data_ptr() or grad_logits.stride() != kept.stride():
+                kept.copy_(grad_logits.clone())
             self._kept_rows += stop - start
         elif sums._accumulator is not None and needs.weight:
             # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.

@@ -87,7 +87,11 @@ def guarded(name: str, function: Callable[..., _Result]) -> Callable[..., _Resul
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> _Result:
-        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        first = args[0]
+        if isinstance(first, (list, tuple)):
+            if not first:
+                return function(*args, **kwargs)  # which says what is missing
+            first = first[0]
         key = name, first.dtype
         if key not in _failed:
             try:

@@ -575,6 +575,9 @@ def _forward(
                 start, stop, logits, live.labels, live_weight, live=live.count, live_start=start
             )
 
+        if divides_now:
+            # Made on the caller's stream, which reads it again behind the join.
+            divides.reciprocal  # noqa: B018
         live_loop.run(loop, live, live_pass)
         spans = []
     for start, stop in spans:

@@ -617,6 +617,7 @@ class HeadSize:
         weight_dtype: Dtype of the head.
         needs: Whether any of its gradients is wanted.
         needs_weight: Whether the head's is.
+        owner: Index of the first projection with the same head, in whose sum it is folded.
     """
 
     num_rows: int
@@ -626,6 +627,7 @@ class HeadSize:
     weight_dtype: torch.dtype
     needs: bool
     needs_weight: bool
+    owner: int
 
     @property
     def logits_bytes(self) -> int:
@@ -690,20 +692,21 @@ def peak_bytes(
     rows = _rows_of(sizes, device_type, accum, chunk_size, wants=wants)
     sums = stored_bytes = plain_end = 0
     chunk = rows * sum(_row_bytes(size, device_type) for size in sizes)
-    for size in sizes:
-        if not size.needs_weight:
-            continue
+    learning = [size for size in sizes if size.needs_weight]
+    for owner in dict.fromkeys(size.owner for size in learning):
+        heads = [size for size in learning if size.owner == owner]
+        size = heads[0]
         sum_dtype, stored = size.sum_dtypes(accum)
         shape = size.num_classes, size.hidden_size
         head_bytes = shape[0] * shape[1] * stored.itemsize
-        plain_end += size.logits_bytes + head_bytes
-        if stored == sum_dtype or rows >= size.num_rows:
+        plain_end += head_bytes + sum(each.logits_bytes for each in heads)
+        shared = sum(each.owner == owner for each in sizes) > 1
+        if stored == sum_dtype or (rows >= size.num_rows and not shared):
             sums += head_bytes
             continue
         stored_bytes = max(stored_bytes, head_bytes)
-        if device_type == "cuda" and keeping_is_less(
-            size.num_rows, shape, size.compute_dtype, sum_dtype
-        ):
+        keeps = device_type == "cuda" and not shared
+        if keeps and keeping_is_less(size.num_rows, shape, size.compute_dtype, sum_dtype):
             sums += size.logits_bytes
             chunk -= rows * size.num_classes * size.compute_dtype.itemsize
         else:
@@ -723,6 +726,7 @@ def _chunk_rows(region: _Region) -> int:
             head.weight.dtype,
             bool(head.needs),
             head.needs.weight,
+            head.owner,
         )
         for head in region.heads
     ]

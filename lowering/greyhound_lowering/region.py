@@ -662,6 +662,7 @@ class _Emitter:
         if self.settings.min_logits_bytes is not None:
             return
         sizes = []
+        owners = self._same_heads() or list(range(len(self.region.seeds)))
         for index, projection in enumerate(self.region.seeds):
             logits, weight = example(projection.node), example(projection.weight)
             assert logits is not None
@@ -681,6 +682,7 @@ class _Emitter:
                     weight.dtype,
                     flows,
                     flows and weight.requires_grad and projection.weight not in self.off,
+                    owners[index],
                 )
             )
         chunked, plain = row_region.peak_bytes(

@@ -15,9 +15,9 @@ from lowering.rewriting import assert_left, check, reasons
 GIB = 2**30
 
 
-def head(num_rows: int, *, learns: bool = True, hidden: int = 4096) -> row_region.HeadSize:
+def head(num_rows: int, owner: int = 0, *, learns: bool = True) -> row_region.HeadSize:
     return row_region.HeadSize(
-        num_rows, 128256, hidden, torch.bfloat16, torch.bfloat16, learns, learns
+        num_rows, 128256, 4096, torch.bfloat16, torch.bfloat16, learns, learns, owner
     )
 
 
@@ -37,11 +37,21 @@ def head(num_rows: int, *, learns: bool = True, hidden: int = 4096) -> row_regio
     ],
 )
 def test_peak_of_a_region(num_rows: int, accum: str, at_least: float, at_most: float) -> None:
-    sizes = [head(num_rows), head(num_rows, learns=False)]
+    sizes = [head(num_rows), head(num_rows, 1, learns=False)]
     chunked, plain = row_region.peak_bytes(sizes, "cuda", accum, None)
     assert at_least < chunked / GIB < at_most
     logits = num_rows * 128256 * 2
     assert plain == max(2 * logits, logits + 128256 * 4096 * 2)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "chunked", "plain"), [(2048, 2.94, 1.96), (4096, 2.94, 2.94), (8192, 2.94, 4.89)]
+)
+def test_peak_of_two_projections_of_one_head(num_rows: int, chunked: float, plain: float) -> None:
+    # One float32 sum of 1.96 GiB for both, and a chunk or the cast of 0.98; whole logits are two
+    # gradients of logits beside one head's.
+    made = row_region.peak_bytes([head(num_rows), head(num_rows)], "cuda", "fp32", None)
+    assert [each / GIB for each in made] == pytest.approx([chunked, plain], abs=0.02)
 
 
 def squares(rows: int) -> Any:

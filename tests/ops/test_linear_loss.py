@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -912,3 +913,27 @@ def test_adapter_by_itself() -> None:
 def test_kept_gradients(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     with kept_gradients(monkeypatch):
         check(chunked(nll), problem("nll", torch.bfloat16, hidden=16), frozen=frozen)
+
+
+def one_row_for_all(logits: Tensor) -> tuple[Tensor, Tensor]:
+    row = logits[:1].fill_(1.0)
+    return logits.new_zeros((), dtype=torch.float32), row.expand(logits.shape)
+
+
+def across(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_zeros((), dtype=torch.float32), logits.t()
+
+
+@pytest.mark.parametrize("loss_and_grad", [one_row_for_all, across])
+def test_kept_gradients_that_are_views_of_the_logits(
+    loss_and_grad: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    input, weight = torch.randn(24, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    made = []
+    for keeps in (False, True):
+        with kept_gradients(monkeypatch) if keeps else contextlib.nullcontext():
+            leaves = [each.clone().requires_grad_() for each in (input, weight)]
+            chunked_linear_loss(*leaves, loss_and_grad, chunk_size=8).backward()
+            made.append([each.grad for each in leaves])
+    for kept, other in zip(*made, strict=True):
+        torch.testing.assert_close(kept, other, rtol=2**-6, atol=2**-4)
