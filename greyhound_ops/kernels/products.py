@@ -387,12 +387,14 @@ def supported(
     """
     if TensorDescriptor is None or dtype != torch.bfloat16:
         return False
-    if 0 in (*input.shape, *weight.shape) or input.shape[1] % 8 or weight.shape[0] == 1:
+    if 0 in (*input.shape, *weight.shape) or input.shape[1] % 8:
         return False
     if not interpreted and not (input.is_cuda and has_tensor_memory_accelerator(input.device)):
         return False
     if weight.dtype != dtype:
-        return weight.stride(0) >= weight.stride(1)  # the copy keeps the order of its strides
+        # The copy keeps the order of its strides; that of a single row, which may be any, as it is.
+        by_row = weight.stride(0) >= weight.stride(1)
+        return by_row and (weight.shape[0] > 1 or weight.stride(0) % 8 == 0)
     return tma_ready(weight)
 
 
