@@ -99,10 +99,10 @@ def row_bytes(
     element_bytes = compute_dtype.itemsize
     if device_type != "cuda" and element_bytes < 4:
         element_bytes += 4  # outside Triton the statistics work on an fp32 copy of the chunk
-    return int(_padded(num_classes, compute_dtype) * element_bytes * (1.0 + beside))
+    return int(padded_classes(num_classes, compute_dtype) * element_bytes * (1.0 + beside))
 
 
-def _padded(num_classes: int, compute_dtype: torch.dtype) -> int:
+def padded_classes(num_classes: int, compute_dtype: torch.dtype) -> int:
     """Elements from one row of a chunk to the next.
 
     Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
@@ -119,7 +119,7 @@ def keeping_is_less(
 ) -> bool:
     """Whether the logits gradient of all rows takes no more than a sum over chunks."""
     num_classes, hidden = weight_shape
-    kept = num_rows * _padded(num_classes, compute_dtype) * compute_dtype.itemsize
+    kept = num_rows * padded_classes(num_classes, compute_dtype) * compute_dtype.itemsize
     return kept <= num_classes * hidden * accum_dtype.itemsize
 
 
@@ -382,7 +382,7 @@ class ChunkLoop:
         )
         self._chunk = ChunkMemory() if chunk is None else chunk
         self._num_classes = num_classes
-        self._padded = _padded(num_classes, compute_dtype)
+        self._padded = padded_classes(num_classes, compute_dtype)
         held_rows = self.num_rows if self.keeps_gradient else min(self.rows, self.num_rows)
         self._chunk.reserve(held_rows * self._padded)
 

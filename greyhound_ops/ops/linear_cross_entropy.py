@@ -283,7 +283,7 @@ def _exponentials(
     options = dataclasses.asdict(row_loss)
     del options["label_smoothing"]
     live = kernels = None
-    if live_loop.serves_frozen(input, weight):
+    if live_loop.worth_it(input, weight):
         live = live_loop.LiveRows(target, row_loss.ignore_index)
         kernels = products.Products(weight, bias, live.order, live.count)
     source = exponentials.Exponentials(
@@ -406,7 +406,7 @@ def _forward_loop(
 ) -> ChunkLoop:
     """The chunks of a forward: of its own gradients, or of those that its backward makes."""
     budget = None
-    if made_now and not made_now.weight and live_loop.serves_frozen(rows, weight):
+    if made_now and not made_now.weight and live_loop.worth_it(rows, weight):
         budget = FROZEN_BUDGET if rows.is_cuda else None
     if not made_now:
         budget = backward_budget(

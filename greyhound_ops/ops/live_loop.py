@@ -40,12 +40,12 @@ PART_ROWS = 1024
 LARGE_PART_ROWS = 2048
 
 
-def serves_frozen(input: Tensor, weight: Tensor) -> bool:
-    """Whether rows that do not count are left out where the path of exponentials serves.
+def worth_it(input: Tensor, weight: Tensor) -> bool:
+    """Whether rows that do not count are to be left out, where that can be done.
 
     Args:
-        input: ``[N, D]``, as the products see it.
-        weight: ``[V, D]``, likewise.
+        input: ``[N, D]``.
+        weight: ``[V, D]``.
     """
     logits_bytes = input.shape[0] * weight.shape[0] * 2
     return settings().skip_ignored and (not input.is_cuda or logits_bytes >= LEAST_LOGITS_BYTES)
@@ -60,7 +60,7 @@ def serves(input: Tensor, weight: Tensor, needs: GradientNeeds, compute_dtype: t
         needs: Gradients made now.
         compute_dtype: Dtype of the products.
     """
-    if not settings().skip_ignored or not needs.weight or needs.bias:
+    if not worth_it(input, weight) or not needs.weight or needs.bias:
         return False
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return False
@@ -69,8 +69,6 @@ def serves(input: Tensor, weight: Tensor, needs: GradientNeeds, compute_dtype: t
     from greyhound_ops.kernels import products  # Triton is not there on every platform
 
     interpreted = settings().kernels == "triton" and not input.is_cuda
-    if not interpreted and input.shape[0] * weight.shape[0] * 2 < LEAST_LOGITS_BYTES:
-        return False
     return products.supported(input, weight, compute_dtype, interpreted=interpreted)
 
 

@@ -45,6 +45,7 @@ from greyhound_ops.ops.chunk_loop import (
     empty,
     empty_grad_weight,
     keeping_is_less,
+    padded_classes,
     stored_bias_dtype,
     stored_weight_dtype,
 )
@@ -643,12 +644,10 @@ class HeadSize:
 def _row_bytes(size: HeadSize, device_type: str) -> int:
     """Bytes of a row of a chunk: logits and their gradient."""
     itemsize = size.compute_dtype.itemsize
-    per_16_bytes = 16 // itemsize
-    padded = -(-size.num_classes // per_16_bytes) * per_16_bytes
     element_bytes = itemsize * (2 if size.needs else 1)
     if device_type != "cuda" and itemsize < 4:
         element_bytes += 4  # bodies compute in float32, and nothing fuses that here
-    return padded * element_bytes
+    return padded_classes(size.num_classes, size.compute_dtype) * element_bytes
 
 
 def _rows_of(
