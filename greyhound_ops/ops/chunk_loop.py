@@ -105,7 +105,8 @@ def row_bytes(
 def padded_classes(num_classes: int, compute_dtype: torch.dtype) -> int:
     """Elements from one row of a chunk to the next.
 
-    Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once.
+    Rows start on 16 bytes also when V is odd: cuBLAS and the kernels load 16 bytes at once, and
+    what is stored in bulk is stored so, padding included.
     """
     per_16_bytes = 16 // compute_dtype.itemsize
     return -(-num_classes // per_16_bytes) * per_16_bytes
@@ -190,8 +191,12 @@ def empty(like: Tensor) -> Tensor:
 
 
 def row_major(weight: Tensor) -> bool:
-    """Whether a ``[V, D]`` gradient is laid out row by row, like its weight."""
-    return weight.stride(0) >= weight.stride(1)
+    """Whether a ``[V, D]`` gradient is laid out row by row, like its weight.
+
+    Always with a single row, whose stride says nothing: as the transpose of a ``[D, 1]`` buffer its
+    leading dimension would be 1, which cublasLt refuses for D rows.
+    """
+    return weight.shape[0] == 1 or weight.stride(0) >= weight.stride(1)
 
 
 def empty_grad_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

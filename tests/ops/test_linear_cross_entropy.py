@@ -267,6 +267,27 @@ def test_layouts(layout: str, name: str, reduction: str, device: torch.device) -
     )
 
 
+@pytest.mark.fault("B74")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accum", ["fp32", "weight"])
+@pytest.mark.parametrize("shape", [(5, 8, 1), (5, 1, 8), (1, 8, 1), (5, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+def test_layouts_of_single_rows_and_columns(
+    layout: str,
+    shape: tuple[int, int, int],
+    accum: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    # The stride of a dimension of size 1 says nothing about where the next row begins.
+    sample = make_sample(*shape, dtype=dtype, device=device)
+    check_against_reference(
+        sample.replace(input=LAYOUTS[layout](sample.input), weight=LAYOUTS[layout](sample.weight)),
+        z_loss=0.1,  # the cross entropy of one class has no gradient
+        only_ours={"chunk_size": 2, "grad_weight_accum_dtype": accum},
+    )
+
+
 @pytest.mark.fault("B74", "B75")
 @by_reduction
 def test_layouts_of_the_vectors(reduction: str, device: torch.device) -> None:

@@ -90,7 +90,14 @@ class Buffers:
         self._outputs: list[tuple[str, Tensor, bool]] = []
         self._around: list[tuple[str, Tensor, Tensor]] = []
 
-    def make(self, name: str, *shape: int, dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+    def make(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        pitch: int | None = None,
+        written: int | None = None,
+    ) -> Tensor:
         """A poisoned tensor with unit column stride, guarded on all sides.
 
         Args:
@@ -98,14 +105,16 @@ class Buffers:
             *shape: Its shape.
             dtype: Its dtype.
             pitch: Elements from row to row; no gap between them if None.
+            written: Elements of a row, from its first, that may be written; its columns if None.
         """
         rows = 1
         for size in shape[:-1]:
             rows *= size
         pitch = shape[-1] if pitch is None else pitch
+        written = shape[-1] if written is None else written
         guard = _GUARD_ELEMENTS if self.device.type == "cpu" else 0
-        # The last row ends with its last column: whatever lies behind is out of bounds.
-        extent = max((rows - 1) * pitch + shape[-1], 0) if rows else 0
+        # The last row ends with what may be written: whatever lies behind is out of bounds.
+        extent = max((rows - 1) * pitch + written, 0) if rows else 0
         whole = poison_(torch.empty(extent + 2 * guard, dtype=dtype, device=self.device))
         strides = [pitch * 1] * len(shape)
         strides[-1] = 1
@@ -113,10 +122,22 @@ class Buffers:
             strides[axis] = strides[axis + 1] * shape[axis + 1]
         tensor = whole.as_strided(shape, strides, guard)
         outside = torch.ones(whole.shape, dtype=torch.bool, device=self.device)
-        outside.as_strided(shape, strides, guard).fill_(False)
+        outside.as_strided((*shape[:-1], written), strides, guard).fill_(False)
         if outside.any():
             self._around.append((name, whole, outside))
         return tensor
+
+    def chunk(self, name: str, rows: int, classes: int) -> Tensor:
+        """Room for bf16 logits that are stored in bulk, as `ChunkLoop.buffer` lays them out.
+
+        The tensor memory accelerator stores 16 bytes at a time: on an H200 a tile that ends with
+        column 257 of 257 leaves zeros up to column 264. So the padding of every row, the last one
+        too, is part of the buffer, and what follows it must stay as it is.
+        """
+        padded = -(-classes // 8) * 8
+        return self.make(
+            name, rows, classes, dtype=torch.bfloat16, pitch=padded + 8, written=padded
+        )
 
     def output(
         self,
@@ -478,8 +499,7 @@ def launch_exponentials(device: torch.device, options: Options) -> None:
 
         loss = buffers.output("loss", count, may_be_nan=has_nan)
         statistics = buffers.output("statistics", 2, count)
-        pitch = -(-classes // 8) * 8
-        out = buffers.make("exponentials", count, classes, dtype=bf16, pitch=pitch)
+        out = buffers.chunk("exponentials", count, classes)
         factor, hard = source.exponentials(start, stop, out, loss, statistics)
         if kernels is not None:
             parts = poison_(kernels.partial_sums())
@@ -542,8 +562,14 @@ def launch_products(device: torch.device, options: Options) -> None:
         count = min(options["chunk"], rows - start)
         here = buffers.output("rows", count, hidden, dtype=bf16)
         kernels.gather(input, here, start)
-        chunk = buffers.make("chunk", count, classes, dtype=bf16, pitch=-(-classes // 8) * 8)
+        chunk = buffers.chunk("chunk", count, classes)
         kernels.logits(here, chunk, start)
+        # What a store left in the padding must not count either.
+        poison_(
+            chunk.as_strided(
+                (count, -classes % 8), chunk.stride(), chunk.storage_offset() + classes
+            )
+        )
         cross_entropy_kernels.cross_entropy(
             chunk,
             labels[start : start + count],
