@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -488,6 +489,9 @@ def _declines_liger(case: Case, device: torch.device) -> str | None:
 
 def _build_quack(chunk_rows: int) -> Callable[[Case, Inputs], Step]:
     def build(case: Case, inputs: Inputs) -> Step:
+        # When imported, quack 0.6.5 looks for a key of all that its kernels depend on, and finds
+        # none for a logger of the CUTLASS that it asks for.
+        logging.Logger.__quack_semantic_key__ = lambda logger: logger.name  # type: ignore[attr-defined]
         quack = importlib.import_module("quack.linear_cross_entropy")
         # The library's own module takes its unchunked path for such sizes; so does this.
         chunked = all(size % 8 == 0 for size in (case.N, case.D, case.V))
@@ -499,6 +503,20 @@ def _build_quack(chunk_rows: int) -> Callable[[Case, Inputs], Step]:
                 )
             return quack.linear_cross_entropy_func(  # type: ignore[no-any-return]
                 x, weight, None, target, ignore_index=IGNORE_INDEX
+            )
+
+        return LossStep(loss, inputs, case)
+
+    return build
+
+
+def _build_greyhound_kernels(accum: str) -> Callable[[Case, Inputs], Step]:
+    def build(case: Case, inputs: Inputs) -> Step:
+        function = importlib.import_module("greyhound.nn.functional").chunked_linear_cross_entropy
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+            return function(  # type: ignore[no-any-return]
+                x, weight, target, ignore_index=IGNORE_INDEX, grad_weight_accum_dtype=accum
             )
 
         return LossStep(loss, inputs, case)
@@ -646,6 +664,22 @@ PROVIDERS = {
             "fp32",
             _build_quack(4096),
             "quack",
+            _peer_declines(bias=False),
+        ),
+        Provider(
+            "greyhound_kernels",
+            "greyhound-kernels, its defaults",
+            "fp32",
+            _build_greyhound_kernels("fp32"),
+            "greyhound",
+            _peer_declines(bias=False),
+        ),
+        Provider(
+            "greyhound_kernels_weight",
+            "greyhound-kernels, gradient summed in the dtype of the weight",
+            "weight",
+            _build_greyhound_kernels("weight"),
+            "greyhound",
             _peer_declines(bias=False),
         ),
         Provider(

@@ -39,6 +39,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where kernels run in this process: compiled ones do not take CPU tensors."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.device("cpu" if interpreted else "cuda")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

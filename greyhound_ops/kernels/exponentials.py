@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from greyhound_ops.kernels.cross_entropy import _transform, row_loss_and_grad
+from greyhound_ops.kernels.cross_entropy import LOG2_E, _transform, row_loss_and_grad
 from greyhound_ops.kernels.products import (
     Products,
     _rows_here,
@@ -99,7 +99,7 @@ def reference_kernel(
         logit = tl.sum(total, 0)
         if HAS_BIAS:
             logit += tl.load(bias_ptr + safe_target).to(tl.float32)
-        logit = _transform(logit, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        logit = _transform(logit, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP, True)
         tl.store(reference_ptr + row, logit)
 
 
@@ -127,10 +127,10 @@ def _store_half(
         acc += bias.to(tl.float32)[None, :]
     total = reference
     if MODE == "exponentials" or MODE == "sums":
-        z = _transform(acc, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        z = _transform(acc, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP, True)
         # inf marks ignored rows: exact zeros, whatever their logits are.
         keep = (reference != float("inf"))[:, None] & (columns < num_classes)[None, :]
-        acc = tl.where(keep, tl.exp(z - reference[:, None]), 0.0)
+        acc = tl.where(keep, tl.exp2((z - reference[:, None]) * LOG2_E), 0.0)
         total = tl.sum(acc, 1)
         if HAS_SOFTCAP and MODE == "exponentials":
             capped = z / softcap
@@ -207,12 +207,12 @@ def projection_kernel(
                 if HAS_BIAS:
                     bias = tl.load(bias_ptr + columns, mask=columns < num_classes, other=0.0)
                     acc += bias.to(tl.float32)[None, :]
-                z = _transform(acc, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+                z = _transform(acc, logit_scale, softcap, HAS_SCALE, HAS_SOFTCAP, True)
                 at = tile_n.to(tl.int64) * num_rows + rows
                 z = tl.where((columns < num_classes)[None, :], z, float("-inf"))
                 top = tl.max(z, 1)
                 shift = tl.where(top == float("-inf"), 0.0, top)
-                total = tl.sum(tl.exp(z - shift[:, None]), 1)
+                total = tl.sum(tl.exp2((z - shift[:, None]) * LOG2_E), 1)
                 tl.store(tops_ptr + at, top, mask=rows < num_rows)
                 tl.store(sums_ptr + at, total, mask=rows < num_rows)
             else:

@@ -102,7 +102,7 @@ def _check(
         reduction=reduction,
         chunk_size=chunk_size,
         grad_weight_accum_dtype=grad_weight_accum_dtype,
-        **dataclasses.asdict(row_loss),
+        **vars(row_loss),
     )
     validation.check_row_weight(input, row_weight)
     validation.check_divisor(input, divisor, reduction)
@@ -578,7 +578,7 @@ def _forward(
         if divides_now:
             # Made on the caller's stream, which reads it again behind the join.
             divides.reciprocal  # noqa: B018
-        live_loop.run(loop, live, live_pass)
+        live_loop.run(loop, live, live_pass, beside=softcap is None)
         spans = []
     for start, stop in spans:
         results = loss[start:stop], statistics[:, start:stop]

@@ -60,15 +60,19 @@ class Op:
         self.name = f"greyhound::{self._opname}"
         self.packet = getattr(torch.ops.greyhound, self._opname)
         self.overload = self.packet.default
-        self.arguments = [argument.name for argument in self.overload._schema.arguments]
+        # Read once: the binding makes the list anew whenever it is asked for.
+        declared = self.overload._schema.arguments
+        self.arguments = [each.name for each in declared]
+        self._default_values = tuple(each.default_value for each in declared)
+        self._defaults = {
+            each.name: each.default_value for each in declared if each.has_default_value()
+        }
         self._function: type[torch.autograd.Function] | None = None
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments of a call by name, those left out by their defaults."""
-        declared = self.overload._schema.arguments
-        values = {each.name: each.default_value for each in declared if each.has_default_value()}
-        values.update(zip(self.arguments, args, strict=False))
-        return SimpleNamespace(**{**values, **kwargs})
+        given = dict(zip(self.arguments, args, strict=False))
+        return SimpleNamespace(**{**self._defaults, **given, **kwargs})
 
     def implement(self, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
         """Register the implementation for every device, and the shapes for tracing."""
@@ -89,7 +93,7 @@ class Op:
         """
         name = self.name
         kernel = torch_private.autograd_kernel(self.overload, backward, setup_context)
-        defaults = tuple(each.default_value for each in self.overload._schema.arguments)
+        defaults = self._default_values
         self._function = self._functorch_function(setup_context, backward)
         if kernel is None:
             self._publicly(setup_context, backward, defaults)
@@ -171,9 +175,7 @@ class Op:
     def functorch_call(self, *args: Any) -> Any:
         """The op under ``torch.func`` transforms; arguments positional."""
         assert self._function is not None
-        declared = self.overload._schema.arguments
-        args = (*args, *(each.default_value for each in declared[len(args) :]))
-        return self._function.apply(*args)
+        return self._function.apply(*args, *self._default_values[len(args) :])
 
     def derivative_call(self, *args: Any) -> Any:
         """An op that is a derivative, called from a backward; arguments all positional."""

@@ -20,10 +20,3 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def _somewhere_to_run() -> None:
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a CUDA GPU or TRITON_INTERPRET=1")
-
-
-@pytest.fixture
-def kernel_device() -> torch.device:
-    """Where kernels run in this process: compiled ones do not take CPU tensors."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return torch.device("cpu" if interpreted else "cuda")

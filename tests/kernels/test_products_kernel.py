@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -194,9 +195,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     original = live_loop.run
 
-    def run(*args: object) -> None:
+    def run(*args: Any, **options: Any) -> None:
         calls.append(1)
-        original(*args)  # type: ignore[arg-type]
+        original(*args, **options)
 
     monkeypatch.setattr(live_loop, "run", run)
     return calls

@@ -1187,9 +1187,11 @@ def test_statistics_of_another_call_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_a_small_z_loss_keeps_its_digits_where_a_row_is_certain(kernels: str) -> None:
+def test_a_small_z_loss_keeps_its_digits_where_a_row_is_certain(
+    kernels: str, kernel_device: torch.device
+) -> None:
     # With one class p is 1, the cross entropy's own gradient is 0 and what is left is the
     # z-loss's: taken from a sum of the two, 3e-5 of it was lost.
-    sample = make_sample(5, 8, 1, ignored=0.0)
+    sample = make_sample(5, 8, 1, ignored=0.0, device=kernel_device)
     with config.override(kernels=kernels):
         check_against_reference(sample, z_loss=1e-4, upstream=1.7)
