@@ -49,6 +49,17 @@ class Projection:
     row_order: tuple[int, ...]
 
     @property
+    def head(self) -> tuple[fx.Node, bool]:
+        """The tensor that the weight is, or is a transposition of, and whether it is ``[D, V]``.
+
+        A model that writes ``x @ w.t()`` twice has two weight nodes and one head.
+        """
+        node, transposed = self.weight, self.weight_is_transposed
+        while (source := _transposed(node)) is not None:
+            node, transposed = source, not transposed
+        return node, transposed
+
+    @property
     def num_classes(self) -> int | torch.SymInt:
         """V."""
         weight = example(self.weight)
@@ -70,6 +81,33 @@ class Projection:
         name = getattr(self.node.target, "__name__", str(self.node.target))
         plus = " + bias" if self.bias is not None else ""
         return f"{name}({list(hidden.shape)}, {list(weight.shape)}){plus} {hidden.dtype}"
+
+
+_TRANSPOSITIONS = (
+    "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "T", "mT",
+)  # fmt: skip
+
+
+def _transposed(node: fx.Node) -> fx.Node | None:
+    """The matrix that a node is the transposition of, or None if it is none."""
+    source = node.args[0] if node.args else None
+    value = example(source)
+    if value is None or value.dim() != 2 or not isinstance(source, fx.Node):
+        return None
+    rest = list(node.args[1:])
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "getattr":
+        name, rest = str(rest[0]), []
+    if name not in _TRANSPOSITIONS:
+        return None
+    # The dimensions themselves, through the same call, tell where each one went.
+    probe = torch.empty((2, 3), device="meta")
+    function = getattr(probe, name)
+    try:
+        moved = function(*rest, **node.kwargs) if callable(function) else function
+    except (TypeError, RuntimeError, IndexError):
+        return None
+    return source if tuple(moved.shape) == (3, 2) else None
 
 
 _Finder = Callable[[fx.Node], "Projection | None"]

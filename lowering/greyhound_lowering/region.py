@@ -926,7 +926,8 @@ class _Emitter:
         seeds = self.region.seeds
         heads = [
             (
-                *(each.weight, each.bias, each.weight_is_transposed, each.node in self.off),
+                *(each.head, each.bias, each.node in self.off, each.weight in self.off),
+                (value := example(each.weight)) is not None and value.requires_grad,
                 each.node.meta["example_value"].dtype,
                 self.proved.reaches(f"logits[{index}]"),
             )

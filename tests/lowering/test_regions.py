@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from greyhound_lowering import region as region_module
 from greyhound_ops import torch_private
 from lowering.rewriting import SLACK, Backend, assert_left, check, reasons
 
@@ -191,6 +192,14 @@ def scalar_temperature(m: Model, g: Given) -> Tensor:
 
 def one_head_twice(m: Model, g: Given) -> Tensor:
     return kl_of(m.head(g.x), m.head(g.x * 0.5 + 0.1)).mean()
+
+
+def one_head_spelled_in_many_ways(m: Model, g: Given) -> Tensor:
+    weight, bias = m.head.weight, m.head.bias
+    one, two = F.linear(g.x, weight, bias), g.x @ weight.t() + bias
+    three, four = (g.x * 0.5) @ weight.T, (g.x * 0.25) @ weight.permute(-1, 0)
+    five = (g.x * 0.75) @ weight.transpose(0, 1).t().mT
+    return kl_of(one + three, two + four + five).mean()
 
 
 def own_teacher_detached(m: Model, g: Given) -> Tensor:
@@ -459,7 +468,8 @@ REGIONS: dict[str, Body] = {
     each.__name__: each
     for each in (
         forward_kl, reverse_kl, jensen_shannon, learned_temperature, scalar_temperature,
-        one_head_twice, own_teacher_detached, own_teacher_under_no_grad, two_heads_two_losses,
+        one_head_twice, one_head_spelled_in_many_ways, own_teacher_detached,
+        own_teacher_under_no_grad, two_heads_two_losses,
         binary, binary_of_one_hot, regression, huber_and_l1, focal, sigmoid_focal, hinge, poly,
         smoothing_by_hand, smoothed_targets, soft_targets, learned_targets, mask_of_sequence,
         weight_of_sequence, weight_of_position, learned_prior, allowed_classes,
@@ -491,6 +501,21 @@ def test_region(body: Body) -> None:
 )  # fmt: skip
 def test_region_with_dynamic_shapes(body: Body) -> None:
     assert_region(check(maker(body), dynamic=True), COUNTS.get(body.__name__, 1))
+
+
+def test_one_head_has_one_sum_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[int]] = []
+    original = region_module._Emitter._same_heads
+
+    def spied(emitter: Any) -> list[int]:
+        found.append(original(emitter))
+        return found[-1]
+
+    monkeypatch.setattr(region_module._Emitter, "_same_heads", spied)
+    assert_region(check(maker(one_head_spelled_in_many_ways)))
+    # The first two have the bias in the projection or behind it, the others none.
+    assert found, "never asked"
+    assert {tuple(each) for each in found} == {(0, 1, 1, 1, 1)}
 
 
 # ------------------------------------------------------------------------ dtypes, modes, frozen
