@@ -266,6 +266,33 @@ def test_chunk_is_free_before_the_final_cast() -> None:
     assert peak.bytes <= accumulator + max(cast, chunk) + chunk // 4
 
 
+@pytest.mark.parametrize("skip_ignored", [True, False])
+def test_more_logits_than_any_32_bits_count(skip_ignored: bool) -> None:
+    # 33 billion logits; a chunk of 16384 rows has 4 billion.
+    rows, hidden, classes, chunk = 131072, 64, 256000, 16384
+    sample = make_sample(rows, hidden, classes, dtype=torch.bfloat16, device="cuda", ignored=0.3)
+    sample = sample.replace(input=sample.input / 8)  # so that a row has more than one likely class
+
+    def made(part: slice) -> tuple[torch.Tensor, ...]:
+        here = sample.replace(input=sample.input[part], target=sample.target[part])
+        upstream = torch.tensor(1e-3, device="cuda")
+        return train(here, upstream, reduction="sum", chunk_size=chunk)
+
+    with config.override(skip_ignored=skip_ignored):
+        loss, grad_input, grad_weight = made(slice(None))
+        halves = [made(slice(start, start + rows // 2)) for start in (0, rows // 2)]
+    torch.testing.assert_close(loss, halves[0][0] + halves[1][0], rtol=1e-5, atol=0)
+    assert relative_error(grad_input, torch.cat([halves[0][1], halves[1][1]])) < 2e-3
+    assert relative_error(grad_weight, halves[0][2].float() + halves[1][2].float()) < 4e-3
+    for part in (slice(0, 32), slice(rows - 32, rows)):
+        x = sample.input[part].float().requires_grad_()
+        plain = torch.nn.functional.cross_entropy(
+            x @ sample.weight.float().t(), sample.target[part], reduction="sum"
+        )
+        (expected,) = torch.autograd.grad(plain, x, torch.tensor(1e-3, device="cuda"))
+        assert relative_error(grad_input[part], expected) < 1e-2
+
+
 @by_reduction
 def test_another_stream(reduction: str) -> None:
     sample = make_sample(128, 64, 257, device="cuda", bias=True)

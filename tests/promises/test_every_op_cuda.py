@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from greyhound_ops import functional
+from greyhound_ops.ops import live_loop
+from greyhound_ops.ops.chunk_loop import GradientNeeds
 from promises.every_op import OPS, Step, assert_same, make_step, train
 
 pytestmark = pytest.mark.gpu
@@ -86,19 +88,31 @@ def test_operands_on_two_devices_raise(name: str, moved: str) -> None:
 HUGE_CLASSES, HUGE_HIDDEN = 2**20 + 3, 2049  # together more than 2^31
 
 
-@pytest.mark.parametrize("op", ["cross-entropy", "log-probs", "distillation", "loss"])
-def test_a_weight_of_more_than_int32_elements(op: str) -> None:
-    rows, device = 40, "cuda"
+@pytest.mark.parametrize(
+    ("op", "rows", "hidden"),
+    [
+        ("cross-entropy", 40, HUGE_HIDDEN),
+        ("cross-entropy", 300, HUGE_HIDDEN + 7),  # the loop over the rows that count
+        ("log-probs", 40, HUGE_HIDDEN),
+        ("distillation", 40, HUGE_HIDDEN),
+        ("loss", 40, HUGE_HIDDEN),
+    ],
+)
+def test_a_weight_of_more_than_int32_elements(op: str, rows: int, hidden: int) -> None:
+    device = "cuda"
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "generator": generator}
-    weight = torch.randn(HUGE_CLASSES, HUGE_HIDDEN, **options).mul_(0.05).requires_grad_()
+    weight = torch.randn(HUGE_CLASSES, hidden, **options).mul_(0.05).requires_grad_()
     assert weight.numel() > 2**31
-    input = torch.randn(rows, HUGE_HIDDEN, **options).requires_grad_()
+    input = torch.randn(rows, hidden, **options).requires_grad_()
     target = torch.randint(0, HUGE_CLASSES, (rows,), device=device, generator=generator)
     target[-1], target[0] = HUGE_CLASSES - 1, 0
     if op == "cross-entropy":
+        if rows == 300:
+            needs = GradientNeeds(True, True, False)
+            assert live_loop.serves(input, weight, needs, torch.bfloat16)
         loss = functional.chunked_linear_cross_entropy(
-            input, weight, target, reduction="sum", chunk_size=16
+            input, weight, target, reduction="sum", chunk_size=16 if rows < 300 else 128
         )
     elif op == "log-probs":
         loss = -functional.chunked_linear_log_probs(input, weight, target, chunk_size=16).sum()

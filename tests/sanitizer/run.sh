@@ -28,7 +28,8 @@ for part in $(seq $parts); do
     tail -n 12 "$out/plain-$part.out" | cut -c1-400
   fi
 done
-echo "plain launches: $([ $status = 0 ] && echo all right || echo FAILED)"
+launches=$(grep -hoE '[0-9]+ launches' "$out"/plain-*.out | awk '{n += $1} END {print n}')
+echo "plain launches: $launches, $([ $status = 0 ] && echo all right || echo FAILED)"
 
 # Children are left alone: ptxas and the like are none of ours.
 parts=3
