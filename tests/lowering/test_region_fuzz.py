@@ -328,7 +328,19 @@ def run_one(seed: int, steps: int, may_mix: bool, counts: collections.Counter[st
     plain = run(names["f"], inputs)
     inputs = writer.tensors()
     compiled = torch.compile(names["f"], backend=backend, dynamic=dynamic)
-    compare(plain, run(names["f"], inputs, compiled=compiled))
+    try:
+        value = run(names["f"], inputs, compiled=compiled)
+    except Exception:
+        # AOTAutograd cannot trace a few of these graphs with dynamic shapes, rewritten or not.
+        torch._dynamo.reset()
+        compiled = torch.compile(names["f"], backend="aot_eager", dynamic=dynamic)
+        try:
+            run(names["f"], writer.tensors(), compiled=compiled)
+        except Exception:
+            counts["untraceable"] += 1
+            return
+        raise
+    compare(plain, value)
     mixed = frozenset[int]().union(*(v.heads for v in used if v.mixed))
     taken = len(backend.region_nodes)
     counts["rewritten" if taken else "left"] += 1
@@ -354,3 +366,4 @@ def test_random_graphs() -> None:
     # Neither everything left alone nor nothing that mixes rows.
     assert counts["rewritten"] * 3 > EXAMPLES, counts
     assert counts["mixed"] * 10 > EXAMPLES, counts
+    assert counts["untraceable"] * 20 < EXAMPLES, counts
