@@ -10,6 +10,7 @@ import functools
 import importlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -391,7 +392,24 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
     return switched_off
 
 
-def compile_in_op(function: _Function) -> _Function:
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of some options of Inductor that this torch has; they change speed and no result.
+
+    Degrades to fewer.
+    """
+
+    def is_known(name: str) -> bool:
+        found = inductor_config()
+        for part in name.split("."):
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+
+    return {name: value for name, value in options.items() if is_known(name)}
+
+
+def compile_in_op(function: _Function, options: dict[str, Any] | None = None) -> _Function:
     """Compile a function that operators call, inside whatever a user's compiled graph is part of.
 
     CUDA graphs stay off: the operator may run where one is recorded, and they do not nest. Their
@@ -402,7 +420,7 @@ def compile_in_op(function: _Function) -> _Function:
 
     Degrades to counting our calls where the count is kept elsewhere.
     """
-    compiled = torch.compile(function, options={"triton.cudagraphs": False})
+    compiled = torch.compile(function, options={"triton.cudagraphs": False, **(options or {})})
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -420,6 +438,142 @@ def compile_in_op(function: _Function) -> _Function:
                 tracker.generation = before
 
     return call  # type: ignore[return-value]
+
+
+def compile_stance() -> str | None:
+    """What a user has set by ``torch.compiler.set_stance``; None if compiled code must not run.
+
+    None also while ``torch.compile`` is disabled, or a stance brings its own backend. Degrades to
+    None: everything then goes through ``torch.compile`` itself.
+    """
+    from torch._dynamo import config
+
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    name, backend = getattr(stance, "stance", None), getattr(stance, "backend", "unknown")
+    if name == "force_eager" or backend is not None or getattr(config, "disable", True):
+        return None
+    return name
+
+
+def process_state() -> Callable[[], bool] | None:
+    """A question for later: is what Dynamo guards of the process still as it is now?
+
+    Grad mode, autocast, the default dtype, determinism, the precision of products, threads.
+    Degrades to None: nothing may then be compiled but by Dynamo.
+    """
+    try:
+        from torch._C._dynamo.guards import GlobalStateGuard
+    except ImportError:
+        return None
+    unchanged: Callable[[], bool] = GlobalStateGuard().check
+    return unchanged
+
+
+_own_compile_lock = threading.RLock()
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Held by whoever compiles; Inductor serves one thread at a time, one may enter twice.
+
+    Degrades to a lock of this project's.
+    """
+    try:
+        from torch._dynamo import convert_frame
+    except ImportError:
+        return _own_compile_lock
+    lock: AbstractContextManager[Any] = getattr(convert_frame, "compile_lock", _own_compile_lock)
+    return lock
+
+
+def compile_traced(
+    function: Callable[..., list[torch.Tensor]],
+    tensors: list[torch.Tensor],
+    by_row: list[bool],
+    options: dict[str, Any],
+) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]] | None:
+    """Compile a function of tensors with Inductor alone, without Dynamo and AOTAutograd.
+
+    The function is run once, on fake tensors whose first dimension is one symbol for all that have
+    rows. Whatever else it asks of them or of the process is compiled in: the caller has to watch
+    sizes, strides, dtypes and devices, and see `process_state`. Alignment is Inductor's to watch,
+    which copies an input that has lost it. CUDA graphs stay off, as in `compile_in_op`.
+
+    Args:
+        function: Takes the tensors and returns a list of new ones. May differentiate.
+        tensors: Plain strided ones that need no gradient.
+        by_row: Whether the first dimension of each is the rows'; it is of the first.
+        options: Of Inductor.
+
+    Returns:
+        The compiled function of a list ``[rows, *tensors]``, which it empties, and whether it
+        serves a number of rows. None where torch has other names, or the graph would be one that
+        AOTAutograd has to prepare: it mutates, is random or holds tensors of its own.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._dynamo.source import ConstantSource
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+        shapes = ShapeEnv()
+        new_symbol, new_size = shapes.create_symbol, shapes.create_symintnode
+        guards_of, holds = shapes.produce_guards_expression, shapes.evaluate_guards_expression
+    except (ImportError, AttributeError):
+        return None
+    rows, source = tensors[0].shape[0], ConstantSource("rows")
+    size: Any = rows
+    if rows > 1:  # one row is a constant, as for Dynamo: such a size broadcasts
+        size = new_size(new_symbol(rows, source, DimDynamic.DYNAMIC), hint=rows, source=source)
+    fake_mode = FakeTensorMode(shape_env=shapes)
+
+    def fake(tensor: torch.Tensor, has_rows: bool) -> torch.Tensor:
+        shape = (size, *tensor.shape[1:]) if has_rows else tensor.shape
+        made = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        # Inductor takes an input for aligned whose offset is; such a one it would copy every time.
+        return made.as_strided(shape, tensor.stride(), 1) if tensor.data_ptr() % 16 else made
+
+    with compile_lock(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        # In this thread, whose modes record: a device has its own threads for derivatives.
+        with (
+            fake_mode,
+            enable_python_dispatcher(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            fakes = [fake(each, has) for each, has in zip(tensors, by_row, strict=True)]
+            inputs: list[Any] = [size, *fakes]
+            graph = make_fx(lambda _, *given: function(*given), select_decomp_table())(*inputs)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                return None
+            if isinstance(node.target, torch._ops.OpOverload) and (
+                node.target._schema.is_mutable
+                or torch.Tag.nondeterministic_seeded in node.target.tags
+            ):
+                return None
+        graph.graph.eliminate_dead_code()
+        if config.use_joint_graph_passes:
+            graph = joint_graph_passes(graph, tensors[0].device)
+        output = next(iter(reversed(graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep strides
+        options = {"triton.cudagraphs": False, **options}
+        with config.patch(options), without_compiled_autograd():
+            compiled = compile_fx_inner(graph, inputs, is_inference=True)
+        guards = guards_of([size]) if rows > 1 else None
+
+    @functools.lru_cache(maxsize=1024)
+    def serves(number: int) -> bool:
+        if rows < 2 or number < 2:
+            return number == rows
+        return not guards or bool(holds(guards, [number]))
+
+    return compiled, serves
 
 
 def is_capturing() -> bool:

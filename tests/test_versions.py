@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import itertools
 import logging
@@ -616,6 +617,84 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(mutation_guard, "GenerationTracker")
     patch.delitem(sys.modules, "torch._dynamo.compiled_autograd", raising=False)
     assert torch_private.compile_in_op(lambda x: x + 1)(torch.ones(())) == 2
+
+
+@without(torch_private.known_options)
+def _(patch: pytest.MonkeyPatch) -> None:
+    options = {"realize_opcount_threshold": 1, "triton.cudagraphs": False}
+    assert torch_private.known_options(options) == options
+    assert torch_private.known_options({"no_such": 1, "triton.no_such": 1}) == {}
+
+
+@without(torch_private.compile_stance)
+def _(patch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import eval_frame
+
+    assert torch_private.compile_stance() == "default"
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert torch_private.compile_stance() == "eager_on_recompile"
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_private.compile_stance() is None
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        assert torch_private.compile_stance() is None
+    patch.setattr(eval_frame, "_stance", types.SimpleNamespace(newer="default"))
+    assert torch_private.compile_stance() is None
+    patch.delattr(eval_frame, "_stance")
+    assert torch_private.compile_stance() is None
+
+
+@without(torch_private.process_state)
+def _(patch: pytest.MonkeyPatch) -> None:
+    unchanged = torch_private.process_state()
+    assert unchanged is not None
+    assert unchanged()
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        assert not unchanged()
+    patch.delattr(torch._C._dynamo.guards, "GlobalStateGuard")
+    assert torch_private.process_state() is None
+
+
+@without(torch_private.compile_lock)
+def _(patch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import convert_frame
+
+    assert torch_private.compile_lock() is convert_frame.compile_lock
+    patch.delattr(convert_frame, "compile_lock")
+    with torch_private.compile_lock(), torch_private.compile_lock():
+        pass
+
+
+@without(torch_private.compile_traced)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def compiled() -> Any:
+        return torch_private.compile_traced(lambda x: [x + 1], [torch.ones(3, 2)], [True], {})
+
+    for module, name in (
+        ("torch._dispatch.python", "enable_python_dispatcher"),
+        ("torch._dynamo.source", "ConstantSource"),
+        ("torch._guards", "TracingContext"),
+        ("torch._guards", "tracing"),
+        ("torch._inductor.compile_fx", "compile_fx_inner"),
+        ("torch._inductor.decomposition", "select_decomp_table"),
+        ("torch._inductor.fx_passes.joint_graph", "joint_graph_passes"),
+        ("torch._inductor.virtualized", "V"),
+        ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+        ("torch.fx.experimental.proxy_tensor", "make_fx"),
+        ("torch.fx.experimental.symbolic_shapes", "DimDynamic"),
+        ("torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
+        ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol"),
+        ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symintnode"),
+        ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.produce_guards_expression"),
+        ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
+    ):
+        importlib.import_module(module)
+        with patch.context() as here:
+            here.delattr(f"{module}.{name}")
+            assert compiled() is None, name
+    function, serves = compiled()
+    assert serves(5)
+    (made,) = function([5, torch.ones(5, 2)])
+    assert made.eq(2).all()
 
 
 @without(torch_private.without_compiled_autograd)

@@ -56,6 +56,7 @@ from greyhound_ops.ops.linear_loss import (
     stored_tensor_dtype,
 )
 from greyhound_ops.ops.op import Op, product_flops
+from greyhound_ops.ops.row_compiler import OPTIONS, RowCompiler
 from greyhound_ops.ops.rows import statistics_dtype
 
 # ------------------------------------------------------------------------------------- schemas
@@ -332,12 +333,29 @@ def _traced_chunk(body: _Body, plan: _Plan) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype], ...]) -> Any:
-    """A chunk compiled with Inductor.
+    """A chunk compiled with Inductor: of five groups, the arguments, the upstream and the scale.
 
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
     """
-    return torch_private.compile_in_op(_traced_chunk(_function(text, compiled=True), plan))
+    body = _function(text, compiled=True)
+    options = torch_private.known_options(OPTIONS)
+    by_dynamo = torch_private.compile_in_op(_traced_chunk(body, plan), options)
+
+    def traced(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
+        *arguments, upstream, scale = groups
+        made = _eager_chunk(body, plan, arguments, upstream, scale[0] if scale else None)
+        total = [] if made.total is None else [made.total]
+        return [list(made.outputs), list(total), list(itertools.compress(made.grads, plan.wants))]
+
+    def otherwise(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
+        *arguments, upstream, scale = groups
+        for each in itertools.chain(arguments[0], arguments[1], upstream):
+            torch_private.mark_rows_dynamic(each)
+        outputs, total, made = by_dynamo(arguments, upstream, scale[0] if scale else None)
+        return [outputs, [] if total is None else [total], made]
+
+    return RowCompiler(traced, (True, True, False, True, False), otherwise)
 
 
 _not_compilable: set[tuple[str, _Plan]] = set()
@@ -364,10 +382,10 @@ def _run_chunk(
         heads = tuple((each.shape[1], each.dtype) for each in logits)
         function = _compiled_chunk(text, plan, heads)
         arguments = [[each.detach() for each in group] for group in arguments]
-        for each in itertools.chain(arguments[0], arguments[1], upstream):
-            torch_private.mark_rows_dynamic(each)
         try:
-            outputs, total, made = function(arguments, upstream, scale)
+            outputs, total, made = function(
+                [*arguments, upstream, [] if scale is None else [scale]]
+            )
         except Exception as error:
             result = _eager_chunk(_function(text), plan, arguments, upstream, scale)
             _not_compilable.add((text, plan))  # where the eager run raises too, the body is wrong
@@ -380,7 +398,7 @@ def _run_chunk(
     grads: list[Tensor | None] = [None] * len(plan.wants)
     for index, grad in zip(itertools.compress(itertools.count(), plan.wants), made, strict=True):
         grads[index] = grad
-    return _Made(list(outputs), total, grads)
+    return _Made(outputs, total[0] if total else None, grads)
 
 
 # ------------------------------------------------------------------------------ reading of a call

@@ -93,12 +93,14 @@ def test_one_cache_shared_by_plain_and_rewritten_runs(tmp_path: pathlib.Path) ->
     assert not forbidden["ran_op"]
 
 
-def test_region_from_a_warm_cache(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("body", ["eager", "compiled"])
+def test_region_from_a_warm_cache(tmp_path: pathlib.Path, body: str) -> None:
     """Its body is text in the graph: another process needs nothing that the first one knew."""
-    cold = run_with_cache(REWRITTEN, tmp_path, "E06")
+    env = {"GREYHOUND_REGION_BODY": body}
+    cold = run_with_cache(REWRITTEN, tmp_path, "E06", **env)
     assert cold["ops"] == ["greyhound::row_region"]
     assert cold["hits"] == 0
-    warm = run_with_cache(REWRITTEN, tmp_path, "E06")
+    warm = run_with_cache(REWRITTEN, tmp_path, "E06", **env)
     assert warm["hits"] > 0, "the cache was not warm: this shows nothing"
     assert warm["misses"] == 0
     assert warm["ran_op"]
