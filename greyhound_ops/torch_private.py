@@ -516,7 +516,6 @@ def compile_traced(
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.virtualized import V
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -558,8 +557,8 @@ def compile_traced(
             ):
                 return None
         graph.graph.eliminate_dead_code()
-        if config.use_joint_graph_passes:
-            graph = joint_graph_passes(graph, tensors[0].device)
+        # Inductor's joint passes are left out. They look for attention and products, which take a
+        # quarter of a second to set up, and split a softmax with a temperature into more loops.
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep strides
         options = {"triton.cudagraphs": False, **options}

@@ -676,7 +676,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
         ("torch._guards", "tracing"),
         ("torch._inductor.compile_fx", "compile_fx_inner"),
         ("torch._inductor.decomposition", "select_decomp_table"),
-        ("torch._inductor.fx_passes.joint_graph", "joint_graph_passes"),
         ("torch._inductor.virtualized", "V"),
         ("torch._subclasses.fake_tensor", "FakeTensorMode"),
         ("torch.fx.experimental.proxy_tensor", "make_fx"),

@@ -26,7 +26,8 @@ def softmax_and_grad(groups: Groups) -> list[list[Tensor | None]]:
     (logits,), (scale,) = groups
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        value = torch.logsumexp(leaf.float() * scale, 1)
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        value = torch.logsumexp(leaf.to(wide) * scale, 1)
         (grad,) = torch.autograd.grad(value.sum(), leaf)
     return [[value.detach(), None], [grad]]
 
