@@ -403,6 +403,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(torch_private.rewrite_lacks)
 def _(patch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("torch._inductor.compile_fx")  # which wants the name itself
     patch.delattr("torch._subclasses.fake_tensor.FakeTensorMode")
     assert "FakeTensorMode" in str(torch_private.rewrite_lacks())
 

@@ -33,7 +33,12 @@ import torch
 import triton
 import triton.language as tl
 
-from greyhound_ops.kernels.cross_entropy import LOG2_E, _transform, row_loss_and_grad
+from greyhound_ops.kernels.cross_entropy import (
+    LOG2_E,
+    _transform,
+    launch_shape,
+    row_loss_and_grad,
+)
 from greyhound_ops.kernels.products import (
     Products,
     _rows_here,
@@ -742,6 +747,7 @@ class Exponentials:
         target = self.target[rows]
         softcap = 0.0 if self.softcap is None else self.softcap
         self._project("logits", rows, out, sums, flags=flags)
+        block, warps = launch_shape(self.num_classes, capped=self.softcap is not None)
         repair_kernel[(num_rows,)](
             out,
             out.stride(0),
@@ -767,8 +773,8 @@ class Exponentials:
             HAS_SOFTCAP=self.softcap is not None,
             HAS_GRAD_SCALE=grad_scale is not None,
             BLOCK_M=BLOCK_M,
-            BLOCK=min(triton.next_power_of_2(self.num_classes), 8192),
-            num_warps=8,
+            BLOCK=block,
+            num_warps=warps,
         )
         return factor, hard
 

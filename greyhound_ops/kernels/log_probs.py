@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from greyhound_ops.kernels.cross_entropy import _launch_shape, _transform
+from greyhound_ops.kernels.cross_entropy import _transform, launch_shape
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def log_probs(
     rows, num_classes = logits.shape
     if rows == 0:
         return
-    block, warps = _launch_shape(num_classes)
+    block, warps = launch_shape(num_classes)
     log_probs_kernel[(rows,)](
         logits,
         logits.stride(0),
@@ -374,7 +374,7 @@ def log_probs_backward(
     rows, num_classes = logits.shape
     if rows == 0:
         return
-    block, warps = _launch_shape(num_classes)
+    block, warps = launch_shape(num_classes)
 
     def stride(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.stride(0)

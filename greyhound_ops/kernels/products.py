@@ -15,6 +15,7 @@ logits can run beside them (`greyhound_ops.ops.live_loop`).
 """
 
 import functools
+import itertools
 
 import torch
 import triton
@@ -35,6 +36,10 @@ LEAST_SHARED_BYTES = 227 * 1024
 # grad_input of few rows has fewer tiles than there are multiprocessors: each sum over V, 1.5 ms at
 # V=128256, is then cut into at most so many, in all at most so many for each multiprocessor.
 MOST_SPLITS, MOST_UNITS = 16, 2
+
+# What another launch and its sum over parts cost, of the time of one wave of tiles (1.6 ms at
+# V=128256).
+PIECE_WAVES = 0.02
 
 # Tiles of V that run together over all tiles of D, so that both operands come from L2.
 GROUP = 8
@@ -186,6 +191,56 @@ def _splits(tiles, programs, MOST_SPLITS: tl.constexpr, MOST_UNITS: tl.constexpr
         better = units * best_waves * 32 > tiles * best * waves * 33
         best = tl.where(better & (units <= programs * MOST_UNITS), splits, best)
     return best
+
+
+def splits(tiles: int, programs: int) -> int:
+    """What `_splits` finds, for the host to plan by."""
+    best = 1
+    for count in range(2, MOST_SPLITS + 1):
+        units, waves = tiles * count, triton.cdiv(tiles * count, programs)
+        better = units * triton.cdiv(tiles * best, programs) * 32 > tiles * best * waves * 33
+        if better and units <= programs * MOST_UNITS:
+            best = count
+    return best
+
+
+@functools.cache
+def input_pieces(tiles_m: int, tiles_n: int, programs: int, most: int) -> tuple[int, ...]:
+    """Tiles of rows that each `Products.grad_input` of some rows takes, so that few programs idle.
+
+    All tiles of a piece are computed in waves of one for each program. At D=2304, 9 tiles wide, the
+    144 tiles of 2048 rows take two waves of an H200's 132 programs and 126 of 1792 rows take one.
+
+    Args:
+        tiles_m: Tiles of rows.
+        tiles_n: Tiles of D.
+        programs: Programs that run at once.
+        most: Largest piece.
+    """
+    pieces = []
+    while tiles_m > 4 * most:  # long before the end the best piece is the best
+        costs = [(_waves(m * tiles_n, programs) + PIECE_WAVES) / m for m in range(1, most + 1)]
+        pieces.append(1 + costs.index(min(costs)))
+        tiles_m -= pieces[-1]
+    # For every number of tiles the least cost and its first piece.
+    plans: list[tuple[float, int]] = [(0.0, 0)]
+    for count in range(1, tiles_m + 1):
+        plans.append(
+            min(
+                (_waves(m * tiles_n, programs) + PIECE_WAVES + plans[count - m][0], -m)
+                for m in range(1, min(most, count) + 1)
+            )
+        )
+    while tiles_m:
+        pieces.append(-plans[tiles_m][1])
+        tiles_m -= pieces[-1]
+    return tuple(pieces)
+
+
+def _waves(tiles: int, programs: int) -> float:
+    """Time of some tiles of a sum over V, in that of one."""
+    parts = splits(tiles, programs)
+    return float(triton.cdiv(tiles * parts, programs) / parts)
 
 
 @triton.jit
@@ -439,7 +494,7 @@ class Products:
         live: Scalar int32, from `compact`.
 
     Attributes:
-        input_rows: Most rows of one `grad_input`.
+        input_rows: Most rows of one `grad_input`; `pieces` says how to cut more.
     """
 
     def __init__(
@@ -459,6 +514,19 @@ class Products:
         self._widen = not weight.is_cuda
         self._weight_rows = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K])
         self._weight_sums = TensorDescriptor.from_tensor(weight, [BLOCK_K, BLOCK_N])
+
+    def pieces(self, num_rows: int) -> list[tuple[int, int]]:
+        """First row and row after the last of each `grad_input` that some rows take together.
+
+        Args:
+            num_rows: Rows, whether they count or not.
+        """
+        tiles_n = triton.cdiv(self.hidden_size, BLOCK_N)
+        cut = input_pieces(
+            triton.cdiv(num_rows, BLOCK_M), tiles_n, self.programs, self.input_rows // BLOCK_M
+        )
+        stops = [min(stop * BLOCK_M, num_rows) for stop in itertools.accumulate(cut)]
+        return list(itertools.pairwise([0, *stops]))
 
     def gather(self, input: torch.Tensor, out: torch.Tensor, start: int) -> None:
         """Write some rows in the order of the call; zeros for those that do not count.

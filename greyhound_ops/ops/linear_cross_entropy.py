@@ -578,7 +578,7 @@ def _forward(
         if divides_now:
             # Made on the caller's stream, which reads it again behind the join.
             divides.reciprocal  # noqa: B018
-        live_loop.run(loop, live, live_pass, beside=softcap is None)
+        live_loop.run(loop, live, live_pass)
         spans = []
     for start, stop in spans:
         results = loss[start:stop], statistics[:, start:stop]

@@ -119,15 +119,10 @@ _streams = _Streams()
 
 
 class _Forked:
-    """Work on a stream for products and one for passes, or all in plain order on the caller's.
+    """Work on a stream for products and one for passes, or in plain order without a GPU."""
 
-    Args:
-        device: Where.
-        beside: Whether passes are to run beside products; there is nothing to gain without a GPU.
-    """
-
-    def __init__(self, device: torch.device, beside: bool) -> None:
-        self._device, self._cuda = device, device.type == "cuda" and beside
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
         self._passed = False
         if self._cuda:
             self._products, self._passes = _streams.pair(device)
@@ -174,16 +169,13 @@ class _Forked:
 RowPass = Callable[[int, int, Tensor], None]
 
 
-def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass, *, beside: bool = True) -> None:
+def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
     """Goes through all chunks of a loop and leaves the gradients where `ChunkLoop.finish` looks.
 
     Args:
         loop: The call's loop, made with ``live=True``.
         live: Its rows.
         row_pass: Called for each part; its rows are those of ``live``, not the original ones.
-        beside: Whether passes run beside products. A pass that computes much is better off alone:
-            there a quarter of it takes 1.0 ms at V=256000 with a cap, and beside a product, on what
-            that leaves of each multiprocessor, 4.1.
 
     Memory: beside the chunk, the rows of one chunk in the order of ``live`` and two tiles of
     float32 partial sums a multiprocessor (33 MiB on an H200); a copy of the input if its columns
@@ -202,7 +194,7 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass, *, beside: bool = Tr
     parts = kernels.partial_sums() if loop.grad_input is not None else None
     high, low = loop.live_sums()
     part_rows = LARGE_PART_ROWS if most > LARGE_PART_ROWS else PART_ROWS
-    fork = _Forked(input.device, beside)
+    fork = _Forked(input.device)
     with fork.joined():
         for start, stop in spans:
             here = rows[: stop - start]
@@ -237,10 +229,9 @@ def _fold_input(
 ) -> None:
     """``grad_input`` of rows ``at`` to ``end`` of the chunk that begins with row ``start``."""
     assert loop.grad_input is not None
-    for cut in range(at, end, kernels.input_rows):
-        piece = chunk[cut : min(cut + kernels.input_rows, end)]
-        kernels.grad_input(piece, parts, start + cut)
-        kernels.finish_input(parts, loop.grad_input, start + cut, piece.shape[0])
+    for first, last in kernels.pieces(end - at):
+        kernels.grad_input(chunk[at + first : at + last], parts, start + at + first)
+        kernels.finish_input(parts, loop.grad_input, start + at + first, last - first)
 
 
 def fold_exponentials(
@@ -272,8 +263,7 @@ def fold_exponentials(
         factor *= row_weight
         hard *= row_weight
     kernels = source.live
-    for at in range(0, stop - start, kernels.input_rows):
-        end = min(at + kernels.input_rows, stop - start)
+    for at, end in kernels.pieces(stop - start):
         kernels.grad_input(chunk[at:end], parts, start + at)
         kernels.finish_input(
             parts,

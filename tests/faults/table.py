@@ -52,7 +52,24 @@ Beside the faults:
 - **Promises** (`tests/promises`): out of memory inside a chunk, failing callables, deterministic
   runs, retained graphs, threads, forks, scalers, graphs, two devices.
 - **Versions**: [a page of their own](versions.md).
-- **compute-sanitizer**: `tests/sanitizer/run.sh`; a complete run on a GPU is still to be made.
+- **compute-sanitizer** on an H200 (`tests/sanitizer/run.sh`: every kernel, every pair of options,
+  odd shapes, outputs filled with a NaN of its own pattern; @LAUNCHES@ launches, each under every
+  tool, in three processes a tool). The closing lines of all three are the same:
+
+  | tool | closing line |
+  | --- | --- |
+  | memcheck | `ERROR SUMMARY: 0 errors` |
+  | racecheck | `RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)` |
+  | initcheck | `ERROR SUMMARY: 0 errors` |
+  | synccheck | `ERROR SUMMARY: 0 errors` |
+
+- **Convergence** (`python -m benchmarks convergence`): a GPT of four layers on real text, 500 steps
+  in bf16 autocast on an H200, three seeds, rewrite off and on with the same weights and batches.
+  Off and on differ by 0.010 (rms over all steps), seeds by 0.039 on average; means over the seeds
+  of the last 50 steps are 3.8082 off and 3.8092 on. Points:
+  `benchmarks/results/convergence-nvidia-h200.csv`.
+
+  ![loss curves with the rewrite off and on](assets/convergence.svg)
 
 {counts}
 """

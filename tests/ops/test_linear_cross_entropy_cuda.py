@@ -340,7 +340,7 @@ def live_sample(rows: int = 700, ignored: float = 0.4) -> Sample:
 @pytest.mark.parametrize("accum", ["fp32", "weight"])
 @pytest.mark.parametrize("chunk_size", [None, 100, 256])
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.97])
-@pytest.mark.parametrize("softcap", [None, 2.0])  # with one, passes do not run beside products
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_live_rows_equal_the_reference(
     softcap: float | None, ignored: float, chunk_size: int | None, accum: str
 ) -> None:
