@@ -48,13 +48,19 @@ Beside the faults:
   | policy | 2500 | 6092 | 0.70 |
   | preference | 2500 | 5921 | 0.38 |
 
-- **Random graphs** for the rewrite: `tests/lowering/test_region_fuzz.py`.
+  On an H200 the same tests with 300 calls each of distillation, any loss, policy and preference,
+  and 25 of every other family: none out of budget. Before, they had found that cublasLt refuses
+  the gradient of a head of one class whose weight is a transposed view.
+- **Random graphs** for the rewrite: `tests/lowering/test_region_fuzz.py`; 600 graphs with a seed of
+  their own: none wrong, none rewritten whose heads all mix rows.
 - **Promises** (`tests/promises`): out of memory inside a chunk, failing callables, deterministic
   runs, retained graphs, threads, forks, scalers, graphs, two devices.
 - **Versions**: [a page of their own](versions.md).
 - **compute-sanitizer** on an H200 (`tests/sanitizer/run.sh`: every kernel, every pair of options,
-  odd shapes, outputs filled with a NaN of its own pattern; @LAUNCHES@ launches, each under every
-  tool, in three processes a tool). The closing lines of all three are the same:
+  odd shapes, outputs filled with a NaN of its own pattern): 657 launches under every tool, in three
+  processes a tool, whose closing lines are the same. That was at commit e275d04; the kernels of
+  cross entropy and of exponentials have changed since, which the tests on the GPU have seen and the
+  tools have not.
 
   | tool | closing line |
   | --- | --- |
