@@ -13,6 +13,7 @@ import torch
 
 from greyhound_ops.kernels import cross_entropy as cross_entropy_kernels
 from greyhound_ops.kernels import distillation as distillation_kernels
+from kernels import hopper
 from sanitizer import launch
 
 # Constants that the device or the size decides, of which one process sees one value.
@@ -147,3 +148,30 @@ def test_writes_around_a_tensor_are_found() -> None:
     rows.as_strided((3, 6), (8, 1), rows.storage_offset())[1, 5] = 0.0
     with pytest.raises(RuntimeError, match="rows: written beside its elements"):
         buffers.check()
+
+
+def test_what_was_launched_compiles_for_hopper(
+    ran: tuple[dict[str, list[str]], dict[str, launch.Record]],
+) -> None:
+    # The interpreter runs what the compiler refuses, a block smaller than its parts for one. Tiles
+    # have a test of their own (test_hopper_compile), at the sizes of a GPU.
+    chosen: dict[str, hopper.Kernel] = {}
+    for name, record in ran[1].items():
+        seen: set[tuple[str, str]] = set()
+        for index, signature in enumerate(record.signatures):
+            new = {(each, str(value)) for each, value in signature.items()} - seen
+            if "WIDEN" in signature or not new:
+                continue
+            seen |= new
+            fixed = {each: value[0] for each, value in signature.items() if type(value) is tuple}
+            options = {
+                each: fixed.pop(each) for each in ("num_warps", "num_stages") if each in fixed
+            }
+            if "APPROXIMATE" in fixed:
+                fixed["APPROXIMATE"] = True  # as on a GPU
+            types = {each: value for each, value in signature.items() if type(value) is str}
+            chosen[f"{name} {index}"] = name, fixed, types, options
+    assert len({label.split()[0] for label in chosen}) >= 12
+    made = hopper.compiled(chosen)
+    wrong = {label: each for label, each in made.items() if isinstance(each, str)}
+    assert not wrong, wrong

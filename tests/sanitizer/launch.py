@@ -775,10 +775,39 @@ class Record:
     Attributes:
         launches: How often.
         constants: Values of every constant (``tl.constexpr``) that was given by name.
+        signatures: Of each launch that differs from those before, the type of every argument as
+            Triton writes it, or its value where that is a constant, in a tuple.
     """
 
     launches: int = 0
     constants: dict[str, set[Any]] = dataclasses.field(default_factory=dict)
+    signatures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+_TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
+}  # fmt: skip
+
+
+def _signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Types and constants of a launch by argument, and its options (``num_warps`` and the like)."""
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    described: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            described[name] = f"*{_TYPES[value.dtype]}"
+        elif hasattr(value, "block_shape"):
+            described[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif name.isupper() or (name.startswith("num_") and name not in kernel.arg_names):
+            described[name] = (value,)
+        elif value is None:
+            described[name] = (None,)
+        elif isinstance(value, int):
+            described[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        else:
+            described[name] = "fp32"
+    return described
 
 
 def _recording(kind: type, record: Record) -> type:
@@ -789,6 +818,9 @@ def _recording(kind: type, record: Record) -> type:
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             record.launches += 1
+            signature = _signature(self, args, kwargs)
+            if signature not in record.signatures:
+                record.signatures.append(signature)
             for name, value in kwargs.items():
                 if name.isupper():
                     record.constants.setdefault(name, set()).add(value)
