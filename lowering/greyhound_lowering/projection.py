@@ -98,6 +98,8 @@ def _transposed(node: fx.Node) -> fx.Node | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "getattr":
         name, rest = str(rest[0]), []
+    # Torch 2.14 records ``w.T`` as ``aten.numpy_T(w)``.
+    name = name.split(".")[0].replace("numpy_T", "T")
     if name not in _TRANSPOSITIONS:
         return None
     # The dimensions themselves, through the same call, tell where each one went.

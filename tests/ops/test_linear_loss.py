@@ -666,9 +666,11 @@ def test_exception_leaves_nothing_behind() -> None:
 
     case = problem("nll", torch.float64)
     call = chunked(loss)
+    gc.collect()
+    before = set(loss_call._calls)  # graphs that other tests have compiled hold theirs
     with pytest.raises(KeyError, match="the user's own"):
         run(call, case)
-    assert not loss_call._calls
+    assert set(loss_call._calls) <= before
     assert torch.is_grad_enabled()
     calls.extend([1, 1])
     check(call, case)
@@ -676,6 +678,7 @@ def test_exception_leaves_nothing_behind() -> None:
 
 def test_registry_does_not_grow() -> None:
     case = problem("nll")
+    gc.collect()
     before = len(loss_call._calls), len(loss_call._kept), len(loss_call._alive)
     adapters = []
     for _ in range(5):
