@@ -169,6 +169,10 @@ def grow(graph: fx.Graph, first: Projection) -> Region:
     for node in nodes:
         _check_node(node, seeds, nodes)
     outputs = [node for node in nodes if any(user not in nodes for user in node.users)]
+    changed = {_own(node, nodes) for node in nodes if guards.changed_in_place(node)}
+    for node in outputs:
+        if _own(node, nodes) in changed:
+            raise Declined(f"{step_name(node)} leaves the loss and is changed in place")
     ordered = sorted(seeds.values(), key=lambda each: order[each.node])
     inside = sorted(nodes, key=order.__getitem__)
     known = _index_makers(inside, ordered)
@@ -332,11 +336,34 @@ def _check_node(
         raise Declined(f"{step_name(node)} reads the logits")
     if find_projection(node) is not None and node not in seeds:
         raise Declined("the logits go into another product")
-    if guards.changed_in_place(node):
-        raise Declined(f"{step_name(node)} writes in place")
+    for written in guards.changed_in_place(node):
+        if _own(written, nodes) is None:
+            raise Declined(f"{step_name(node)} writes in place")
     value = node.meta.get("example_value")
     if not isinstance(value, (Tensor, tuple, list)):
         raise Declined(f"{step_name(node)} makes no tensor of the logits")
+
+
+#: Steps whose result nobody else has.
+_NEW = {
+    "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+    "new_empty", "clone",
+}  # fmt: skip
+
+
+def _own(node: Any, nodes: dict[fx.Node, None]) -> fx.Node | None:
+    """Where the region made the tensor that a node is, if it did and shares it with nobody.
+
+    A tensor that is filled in place, as ``zeros_like(logits).scatter_(1, y, 1.0)`` fills a one-hot
+    target, is one value after another to the trace.
+    """
+    while isinstance(node, fx.Node) and node in nodes:
+        if step_name(node) in _NEW:
+            return node
+        if node.op != "call_method" or guards.changed_in_place(node) != [node.args[0]]:
+            return None
+        node = node.args[0]
+    return None
 
 
 # -------------------------------------------------------------------------------------- trace
@@ -421,8 +448,12 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
     try:
         with mode, torch.no_grad():
             plain = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+            called: Any = lambda *args: module(*args)  # noqa: E731
+            if any(map(guards.changed_in_place, region.nodes)):
+                # What is written in place becomes one value after another.
+                called = torch.func.functionalize(called)
             traced = make_fx(
-                lambda *args: module(*args),
+                called,
                 decomposition_table={
                     **torch_private.decompositions(_DECOMPOSED),
                     aten.multi_margin_loss.default: _multi_margin_loss,
@@ -433,6 +464,11 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
         raise
     except Exception as error:
         raise Declined(f"it cannot be traced alone ({type(error).__name__}: {error})") from error
+    for node in traced.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            # Made chunk by chunk, or elsewhere in the graph, its numbers would be others.
+            raise Declined(f"{node.target} is random")
+    _settle_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
@@ -447,6 +483,28 @@ def trace(graph: fx.Graph, region: Region) -> Traced:
         if before.dtype != after.dtype or before.dim() != after.dim():
             raise Declined(f"{step_name(node)} has another dtype when traced alone")
     return Traced(traced.graph, inputs, placeholders, results)
+
+
+def _settle_constants(graph: fx.Graph) -> None:
+    """Put a constant in the place of what was filled with one, and of what only detaches one.
+
+    A one-hot target that was filled in place, or under ``no_grad``, is then as plain as any other,
+    and is made chunk by chunk.
+    """
+    constants = set()
+    for node in list(graph.nodes):
+        if node.target is aten.fill.Scalar:
+            with graph.inserting_before(node):
+                full: fx.Node = graph.call_function(aten.full_like.default, node.args)
+            full.meta.update(node.meta)
+            node.replace_all_uses_with(full)
+            constants.add(full)
+        elif node.target in CREATION or (
+            node.target is aten.scatter.value and node.args[0] in constants
+        ):
+            constants.add(node)
+        elif node.target is aten.detach.default and node.args[0] in constants:
+            node.replace_all_uses_with(node.args[0])
 
 
 # --------------------------------------------------------------------------------------- emit

@@ -292,6 +292,29 @@ def learned_targets(m: Model, g: Given) -> Tensor:
     return -(g.learned.softmax(-1) * m.head(g.x).log_softmax(-1)).sum(-1).mean()
 
 
+def one_hot_in_place(m: Model, g: Given) -> Tensor:
+    logits = m.head(g.x)
+    target = torch.zeros_like(logits).scatter_(-1, g.y.unsqueeze(-1), 1.0)
+    return ((logits.sigmoid() - target).square().sum(-1) * g.mask).sum()
+
+
+def smoothed_in_place(m: Model, g: Given) -> Tensor:
+    logp = m.head(g.x).log_softmax(-1)
+    with torch.no_grad():
+        target = torch.zeros_like(logp)
+        target.fill_(0.1 / (V - 1))
+        target.scatter_(-1, g.y.unsqueeze(-1), 0.9)
+    return -(target * logp).sum(-1).mean()
+
+
+def doubled_in_place(m: Model, g: Given) -> Tensor:
+    logits = m.head(g.x)
+    twice = logits.clone()
+    once = twice.detach().logsumexp(-1)
+    twice.mul_(2)
+    return (twice.logsumexp(-1) - once).square().mean()
+
+
 def mask_of_sequence(m: Model, g: Given) -> Tensor:
     logits = m.head(g.x).masked_fill(~g.mask[..., None], 0.0)
     return logits.logsumexp(-1).square().mean()
@@ -471,6 +494,7 @@ REGIONS: dict[str, Body] = {
         one_head_twice, one_head_spelled_in_many_ways, own_teacher_detached,
         own_teacher_under_no_grad, two_heads_two_losses,
         binary, binary_of_one_hot, regression, huber_and_l1, focal, sigmoid_focal, hinge, poly,
+        one_hot_in_place, smoothed_in_place, doubled_in_place,
         smoothing_by_hand, smoothed_targets, soft_targets, learned_targets, mask_of_sequence,
         weight_of_sequence, weight_of_position, learned_prior, allowed_classes,
         allowed_classes_by_row, top_p_free, adapter, slice_of_vocabulary, two_halves, codebooks,
@@ -493,7 +517,8 @@ def test_region(body: Body) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [forward_kl, jensen_shannon, learned_temperature, own_teacher_detached, binary, regression,
+    [forward_kl, jensen_shannon, learned_temperature, one_hot_in_place, smoothed_in_place,
+     own_teacher_detached, binary, regression,
      smoothing_by_hand, weight_of_sequence, weight_of_position, two_halves, codebooks,
      codebooks_flattened, classes_in_the_middle, prior_in_the_middle, shifted_both_ends,
      last_position, flattened, policy, preference, with_metrics, several_scalars, spread_of_rows],
@@ -819,6 +844,33 @@ def first_row_against_inputs(m: Model, g: Given) -> Tensor:
     return (m.head(g.x)[:, :1] * g.soft).logsumexp(-1).square().mean()
 
 
+def written_through_a_view(m: Model, g: Given) -> Tensor:
+    twice = m.head(g.x).clone()
+    twice.view(-1).mul_(2)
+    return twice.logsumexp(-1).square().mean()
+
+
+def written_across_the_rows(m: Model, g: Given) -> Tensor:
+    logits = m.head(g.x)
+    target = torch.zeros_like(logits)
+    target.scatter_(0, torch.zeros(1, T, V, dtype=torch.int64), 1.0)
+    return (logits * target).sum()
+
+
+def written_with_a_row_of_another(m: Model, g: Given) -> Tensor:
+    logits = m.head(g.x)
+    target = torch.zeros_like(logits)
+    target.add_(logits.detach()[:1])
+    return (logits.log_softmax(-1) * target).sum()
+
+
+def noise_in_place(m: Model, g: Given) -> Tensor:
+    logits = m.head(g.x)
+    mask = torch.zeros_like(logits)
+    mask.bernoulli_(0.5)
+    return (logits.log_softmax(-1) * mask).sum()
+
+
 LEFT: dict[str, Body] = {
     each.__name__: each
     for each in (
@@ -829,7 +881,8 @@ LEFT: dict[str, Body] = {
         running_means, rows_and_classes_viewed_as_one, over_rows_and_classes,
         rows_in_another_order, largest_of_all, rows_cut_in_another_shape,
         rows_cut_after_flattening, one_sequence_at_a_time, first_row_against_all,
-        first_row_repeated, first_row_against_inputs,
+        first_row_repeated, first_row_against_inputs, written_through_a_view,
+        written_across_the_rows, written_with_a_row_of_another, noise_in_place,
     )
 }  # fmt: skip
 
