@@ -402,12 +402,16 @@ def _forward_loop(
     accum: str,
     chunk_size: int | None,
     gain: float,
+    label_smoothing: float,
     live: bool = False,
 ) -> ChunkLoop:
     """The chunks of a forward: of its own gradients, or of those that its backward makes."""
     budget = None
-    if made_now and not made_now.weight and live_loop.worth_it(rows, weight):
-        budget = FROZEN_BUDGET if rows.is_cuda else None
+    frozen = made_now and not (made_now.weight or made_now.bias)
+    # What `_exponentials` asks too, as far as it is known here.
+    may_store_exponentials = compute_dtype == torch.bfloat16 and not label_smoothing
+    if frozen and may_store_exponentials and rows.is_cuda and live_loop.worth_it(rows, weight):
+        budget = FROZEN_BUDGET
     if not made_now:
         budget = backward_budget(
             rows.shape[0], rows.device.type, weight, needs, compute_dtype, accum
@@ -450,6 +454,7 @@ def planned_rows(call: Any) -> int:
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,
+        label_smoothing=call.label_smoothing,
     )
     return loop.rows
 
@@ -512,6 +517,7 @@ def _forward(
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
         gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
+        label_smoothing=label_smoothing,
         live=live is not None,
     )
     loss = input.new_empty(num_rows, dtype=dtype)

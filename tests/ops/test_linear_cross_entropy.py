@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from greyhound_ops import config, reference
@@ -21,6 +22,7 @@ from greyhound_ops.errors import (
     TargetOutOfRangeError,
 )
 from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.ops.linear_cross_entropy import OP, planned_rows
 from greyhound_ops.testing import relative_error
 from samples import (
     CASES,
@@ -1195,3 +1197,24 @@ def test_a_small_z_loss_keeps_its_digits_where_a_row_is_certain(
     sample = make_sample(5, 8, 1, ignored=0.0, device=kernel_device)
     with config.override(kernels=kernels):
         check_against_reference(sample, z_loss=1e-4, upstream=1.7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "mib"),
+    [
+        (torch.bfloat16, {}, 128),
+        (torch.bfloat16, {"label_smoothing": 0.1}, 160),
+        (torch.float32, {}, 160),
+        (torch.bfloat16, {"need_grad_weight": True}, 512),
+    ],
+)
+def test_a_frozen_head_has_the_chunk_of_its_own_path(
+    dtype: torch.dtype, options: dict[str, Any], mib: int
+) -> None:
+    with FakeTensorMode():  # of a GPU, whether there is one or not
+        input = torch.empty(65536, 64, dtype=dtype, device="cuda")
+        weight = torch.empty(32768, 64, dtype=dtype, device="cuda")
+        target = torch.empty(65536, dtype=torch.int64, device="cuda")
+        call = OP.named((input, weight, target), {"need_grad_input": True, **options})
+        rows = planned_rows(call)
+    assert rows * 32768 * dtype.itemsize == mib * 2**20
