@@ -811,10 +811,12 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None)
     grad_loss = grad_loss.expand(target.shape)
     if row_weight is not None:
         grad_loss = grad_loss * row_weight
-    made = OP_BACKWARD.packet(
-        grad_loss, input, weight, target, statistics, bias, class_weight,
-        **ctx.options, grad_lse=grad_lse,
-    )  # fmt: skip
+    given = {
+        "grad_loss": grad_loss, "input": input, "weight": weight, "target": target,
+        "statistics": statistics, "bias": bias, "class_weight": class_weight,
+        **ctx.options, "grad_lse": grad_lse,
+    }  # fmt: skip
+    made = OP_BACKWARD.derivative_call(*(given[name] for name in OP_BACKWARD.arguments))
     return in_order(
         OP,
         {

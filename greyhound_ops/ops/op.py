@@ -198,7 +198,9 @@ class Op:
                 tensor = sample[self.arguments.index(name.removeprefix("need_grad_"))]
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     sample[flag] = True
-            calls.append(self.overload(*sample))
+            # Under torch.func.grad(torch.vmap(...)) a gradient is recorded around this call.
+            inside = torch_private.functorch_is_active() and self._function is not None
+            calls.append(self.functorch_call(*sample) if inside else self.overload(*sample))
         if isinstance(calls[0], Tensor):
             return torch.stack(calls), 0
         outputs = tuple(torch.stack(column) for column in zip(*calls, strict=True))

@@ -815,6 +815,25 @@ def test_vmap_is_right_or_refused_in_backward(reduction: str) -> None:
         torch.testing.assert_close(value, truth)
 
 
+@by_reduction
+def test_gradient_of_vmap(reduction: str, device: torch.device) -> None:
+    sample = make_sample((3, 7), dtype=torch.float64, device=device)
+
+    def grads(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        def total(input: Tensor, weight: Tensor) -> Tensor:
+            losses = torch.func.vmap(lambda x, t: function(x, weight, t, reduction=reduction))(
+                input, sample.target
+            )
+            return (
+                losses * torch.arange(1, losses.numel() + 1, device=device).view_as(losses)
+            ).sum()
+
+        return torch.func.grad(total, (0, 1))(sample.input, sample.weight)  # type: ignore[no-any-return]
+
+    for value, truth in zip(grads(chunked_linear_cross_entropy), grads(_textbook), strict=True):
+        torch.testing.assert_close(value, truth)
+
+
 def test_class_weight_that_needs_a_gradient_is_refused() -> None:
     sample = make_sample(class_weight=True)
     wanting = sample.class_weight.requires_grad_()

@@ -813,6 +813,18 @@ def test_vmap(reduction: str) -> None:
             reduction=reduction,
         )  # fmt: skip
         torch.testing.assert_close(values[index], truth)
+    if reduction == "none":
+        return
+    (value,) = torch.func.grad(lambda x: call(x, pair.teacher_input).sum(), (0,))(pair.input)
+    leaf = pair.input.clone().requires_grad_()
+    losses = [
+        reference.linear_distillation(
+            leaf[index], pair.weight, pair.teacher_input[index], pair.teacher_weight,
+            reduction=reduction,
+        )
+        for index in range(3)
+    ]  # fmt: skip
+    torch.testing.assert_close(value, torch.autograd.grad(torch.stack(losses).sum(), leaf)[0])
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

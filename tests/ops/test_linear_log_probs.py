@@ -452,7 +452,13 @@ def test_gradients_per_sample(device: torch.device) -> None:
             return (outputs.log_probs * outputs.entropy).sum()
 
         each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
-        return each(sample.weight, sample.input, sample.target)
+        parts: Tensor = each(sample.weight, sample.input, sample.target)
+
+        def total(weight: Tensor) -> Tensor:
+            return torch.func.vmap(loss, (None, 0, 0))(weight, sample.input, sample.target).sum()
+
+        torch.testing.assert_close(torch.func.grad(total)(sample.weight), parts.sum(0))
+        return parts
 
     torch.testing.assert_close(
         grads(chunked_linear_log_probs, return_entropy=True), grads(reference.linear_log_probs)
