@@ -51,6 +51,15 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _gradients_stay_on() -> Iterator[None]:
+    """A compile that fails half-way may leave them off, and every test behind it would fail."""
+    yield
+    left_off = not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert not left_off, "gradients were off when the test ended"
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """No graph of another test, neither in Dynamo nor in a cache on disk."""
