@@ -510,13 +510,15 @@ def _build_quack(chunk_rows: int) -> Callable[[Case, Inputs], Step]:
     return build
 
 
-def _build_greyhound_kernels(accum: str) -> Callable[[Case, Inputs], Step]:
+def _build_call(module: str, name: str, **options: Any) -> Callable[[Case, Inputs], Step]:
+    """A library's function of input, weight and target."""
+
     def build(case: Case, inputs: Inputs) -> Step:
-        function = importlib.import_module("greyhound.nn.functional").chunked_linear_cross_entropy
+        function = getattr(importlib.import_module(module), name)
 
         def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
             return function(  # type: ignore[no-any-return]
-                x, weight, target, ignore_index=IGNORE_INDEX, grad_weight_accum_dtype=accum
+                x, weight, target, ignore_index=IGNORE_INDEX, **options
             )
 
         return LossStep(loss, inputs, case)
@@ -524,18 +526,8 @@ def _build_greyhound_kernels(accum: str) -> Callable[[Case, Inputs], Step]:
     return build
 
 
-def _build_cce(filter_eps: str | None) -> Callable[[Case, Inputs], Step]:
-    def build(case: Case, inputs: Inputs) -> Step:
-        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-
-        def loss(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-            return function(  # type: ignore[no-any-return]
-                x, weight, target, ignore_index=IGNORE_INDEX, filter_eps=filter_eps
-            )
-
-        return LossStep(loss, inputs, case)
-
-    return build
+_CCE = ("cut_cross_entropy", "linear_cross_entropy")
+_GREYHOUND_KERNELS = ("greyhound.nn.functional", "chunked_linear_cross_entropy")
 
 
 def _declines_cce(case: Case, device: torch.device) -> str | None:
@@ -670,7 +662,7 @@ PROVIDERS = {
             "greyhound_kernels",
             "greyhound-kernels, its defaults",
             "fp32",
-            _build_greyhound_kernels("fp32"),
+            _build_call(*_GREYHOUND_KERNELS, grad_weight_accum_dtype="fp32"),
             "greyhound",
             _peer_declines(bias=False),
         ),
@@ -678,7 +670,7 @@ PROVIDERS = {
             "greyhound_kernels_weight",
             "greyhound-kernels, gradient summed in the dtype of the weight",
             "weight",
-            _build_greyhound_kernels("weight"),
+            _build_call(*_GREYHOUND_KERNELS, grad_weight_accum_dtype="weight"),
             "greyhound",
             _peer_declines(bias=False),
         ),
@@ -686,7 +678,7 @@ PROVIDERS = {
             "cce",
             "Cut Cross Entropy, its defaults (gradient filter on)",
             "weight",
-            _build_cce("high"),
+            _build_call(*_CCE, filter_eps="high"),
             "cut_cross_entropy",
             _declines_cce,
         ),
@@ -694,7 +686,7 @@ PROVIDERS = {
             "cce_exact",
             "Cut Cross Entropy, gradient filter off",
             "weight",
-            _build_cce(None),
+            _build_call(*_CCE, filter_eps=None),
             "cut_cross_entropy",
             _declines_cce,
         ),

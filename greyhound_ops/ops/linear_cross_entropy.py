@@ -259,6 +259,15 @@ def row_losses(
     return logits
 
 
+def _lacks_a_factor(needs: GradientNeeds, label_smoothing: float) -> bool:
+    """Whether a factor per row is all that exponentials lack, so that it may come at the end.
+
+    Not where weight or bias get a gradient, which sum rows up. Label smoothing gives every element
+    a share that no factor per row can supply later.
+    """
+    return not (needs.weight or needs.bias or label_smoothing)
+
+
 def _exponentials(
     loop: ChunkLoop,
     target: Tensor,
@@ -268,11 +277,10 @@ def _exponentials(
 ) -> tuple[Any, live_loop.LiveRows | None]:
     """The path that never stores logits, where it can serve, and its rows that count; else None.
 
-    It serves where neither weight nor bias gets a gradient. Label smoothing gives every element a
-    share that no factor per row can supply later, so it keeps the plain path too.
+    It serves where `_lacks_a_factor` says so.
     """
     input, weight, bias = loop.operands
-    if row_loss.label_smoothing or loop.needs.weight or loop.needs.bias:
+    if not _lacks_a_factor(loop.needs, row_loss.label_smoothing):
         return None, None
     if not use_triton(input.dtype, input.device.type):
         return None, None
@@ -407,10 +415,9 @@ def _forward_loop(
 ) -> ChunkLoop:
     """The chunks of a forward: of its own gradients, or of those that its backward makes."""
     budget = None
-    frozen = made_now and not (made_now.weight or made_now.bias)
     # What `_exponentials` asks too, as far as it is known here.
-    may_store_exponentials = compute_dtype == torch.bfloat16 and not label_smoothing
-    if frozen and may_store_exponentials and rows.is_cuda and live_loop.worth_it(rows, weight):
+    may_serve = _lacks_a_factor(made_now, label_smoothing) and compute_dtype == torch.bfloat16
+    if made_now and may_serve and rows.is_cuda and live_loop.worth_it(rows, weight):
         budget = FROZEN_BUDGET
     if not made_now:
         budget = backward_budget(
@@ -816,7 +823,7 @@ def _autograd_backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None)
         "statistics": statistics, "bias": bias, "class_weight": class_weight,
         **ctx.options, "grad_lse": grad_lse,
     }  # fmt: skip
-    made = OP_BACKWARD.derivative_call(*(given[name] for name in OP_BACKWARD.arguments))
+    made = OP_BACKWARD.inner_call(*(given[name] for name in OP_BACKWARD.arguments))
     return in_order(
         OP,
         {

@@ -634,7 +634,7 @@ def _autograd_backward(
     if grad_log_probs is None and grad_entropy is None and grad_lse is None:
         return (None,) * len(OP.arguments)
     input, weight, target, bias, temperature, statistics = ctx.saved_tensors
-    made = OP_BACKWARD.derivative_call(
+    made = OP_BACKWARD.inner_call(
         input, weight, target, statistics, grad_log_probs, grad_entropy, grad_lse, bias,
         temperature, *ctx.options.values(),
     )  # fmt: skip

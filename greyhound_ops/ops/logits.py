@@ -441,7 +441,7 @@ def _differentiate_cross_entropy(ctx: Any, grad_loss: Tensor | None, *_: Any) ->
     logits, target, class_weight, statistics, denominator = ctx.saved_tensors
     if ctx.mean:
         grad_loss = grad_loss / denominator
-    grad = CROSS_ENTROPY_BACKWARD.derivative_call(
+    grad = CROSS_ENTROPY_BACKWARD.inner_call(
         logits, target, statistics, grad_loss.expand(target.shape), class_weight, *ctx.options
     )
     return in_order(CROSS_ENTROPY, {"logits": grad})
@@ -461,7 +461,7 @@ def _differentiate_log_softmax(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[
     if grad is None:
         return (None,) * len(LOG_SOFTMAX.arguments)
     logits, index, temperature, statistics = ctx.saved_tensors
-    made = LOG_SOFTMAX_BACKWARD.derivative_call(
+    made = LOG_SOFTMAX_BACKWARD.inner_call(
         logits, index, statistics, grad, temperature, *ctx.options
     )
     return in_order(

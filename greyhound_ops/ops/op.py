@@ -177,8 +177,11 @@ class Op:
         assert self._function is not None
         return self._function.apply(*args, *self._default_values[len(args) :])
 
-    def derivative_call(self, *args: Any) -> Any:
-        """An op that is a derivative, called from a backward; arguments all positional."""
+    def inner_call(self, *args: Any) -> Any:
+        """The op inside a backward or a rule of vmap, around which ``torch.func`` may record.
+
+        Arguments positional.
+        """
         if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
             return self.functorch_call(*args)
         return self.packet(*args)
@@ -198,9 +201,7 @@ class Op:
                 tensor = sample[self.arguments.index(name.removeprefix("need_grad_"))]
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     sample[flag] = True
-            # Under torch.func.grad(torch.vmap(...)) a gradient is recorded around this call.
-            inside = torch_private.functorch_is_active() and self._function is not None
-            calls.append(self.functorch_call(*sample) if inside else self.overload(*sample))
+            calls.append(self.inner_call(*sample))
         if isinstance(calls[0], Tensor):
             return torch.stack(calls), 0
         outputs = tuple(torch.stack(column) for column in zip(*calls, strict=True))

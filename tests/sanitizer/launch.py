@@ -503,8 +503,8 @@ def launch_exponentials(device: torch.device, options: Options) -> None:
         factor, hard = source.exponentials(start, stop, out, loss, statistics)
         if kernels is not None:
             parts = poison_(kernels.partial_sums())
-            for at in range(0, count, kernels.input_rows):
-                part = slice(at, min(at + kernels.input_rows, count))
+            for at, end in kernels.pieces(count):
+                part = slice(at, end)
                 kernels.grad_input(out[part], parts, start + at)
                 kernels.finish_input(
                     parts,
@@ -597,8 +597,8 @@ def launch_products(device: torch.device, options: Options) -> None:
                 "hard": buffers.uniform("hard", count),
                 "target": labels[start : start + count],
             }
-        for cut in range(0, count, kernels.input_rows):
-            piece = chunk[cut : cut + kernels.input_rows]
+        for cut, end in kernels.pieces(count):
+            piece = chunk[cut:end]
             parts = poison_(kernels.partial_sums())
             kernels.grad_input(piece, parts, start + cut)
             kernels.finish_input(parts, grad_input, start + cut, piece.shape[0], **factors)
