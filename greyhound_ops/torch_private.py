@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -508,6 +509,7 @@ def compile_traced(
     tensors: list[torch.Tensor],
     by_row: list[bool],
     options: dict[str, Any],
+    donated: int = 0,
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]] | None:
     """Compile a function of tensors with Inductor alone, without Dynamo and AOTAutograd.
 
@@ -521,6 +523,8 @@ def compile_traced(
         tensors: Plain strided ones that need no gradient.
         by_row: Whether the first dimension of each is the rows'; it is of the first.
         options: Of Inductor.
+        donated: How many of the first tensors the compiled function may write over and return as a
+            result of the same size. Degrades to new memory for each result.
 
     Returns:
         The compiled function of a list ``[rows, *tensors]``, which it empties, and whether it
@@ -581,7 +585,14 @@ def compile_traced(
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep strides
         options = {"triton.cudagraphs": False, **options}
         with config.patch(options), without_compiled_autograd():
-            compiled = compile_fx_inner(graph, inputs, is_inference=True)
+            if donated:
+                # As AOTAutograd tells of what a forward saved for its backward alone.
+                TracingContext.get().fw_metadata = types.SimpleNamespace(  # type: ignore[assignment]
+                    bw_donated_idxs=list(range(1, 1 + donated)), static_input_indices=[]
+                )
+            compiled = compile_fx_inner(
+                graph, inputs, is_inference=not donated, is_backward=bool(donated)
+            )
         guards = guards_of([size]) if rows > 1 else None
 
     @functools.lru_cache(maxsize=1024)

@@ -241,11 +241,16 @@ def _parts(rows: int, most: int) -> list[slice]:
 
 
 class ChunkMemory:
-    """One allocation for the chunks of loops that run in turn, made when it is first needed."""
+    """One allocation for the chunks of loops that run in turn, made when it is first needed.
 
-    def __init__(self) -> None:
+    Args:
+        whole: Memory of all rows instead, ``[N, padded V]``, in which every chunk has its place.
+    """
+
+    def __init__(self, whole: Tensor | None = None) -> None:
         self._elements = 0
-        self._tensor: Tensor | None = None
+        self._tensor: Tensor | None = None if whole is None else whole.view(-1)
+        self.is_whole = whole is not None
 
     def reserve(self, elements: int) -> None:
         """Be at least so large; before the first use."""
@@ -411,7 +416,7 @@ class ChunkLoop:
 
     def buffer(self, start: int, stop: int) -> Tensor:
         """Room for ``[stop - start, V]`` logits; all chunks share it, unless gradients are kept."""
-        first = start * self._padded if self.keeps_gradient else 0
+        first = start * self._padded if self.keeps_gradient or self._chunk.is_whole else 0
         flat = self._chunk.tensor(self._input)[first : first + (stop - start) * self._padded]
         return flat.view(stop - start, self._padded)[:, : self._num_classes]
 

@@ -64,31 +64,33 @@ class RowCompiler:
             are None may depend on nothing but sizes, strides, dtypes and devices.
         by_row: Per group whether its tensors have rows as their first dimension. The first group
             does, and is not empty.
-        otherwise: Does the same by ``torch.compile``.
+        donates: Whether nobody needs the tensors of the first group afterwards. A result of the
+            same size may then be one of them, written over.
     """
 
     def __init__(
-        self, function: GroupsFunction, by_row: tuple[bool, ...], otherwise: GroupsFunction
+        self, function: GroupsFunction, by_row: tuple[bool, ...], *, donates: bool = False
     ) -> None:
         self._function = function
         self._by_row = by_row
-        self._otherwise = otherwise
+        self._donates = donates
         # By kind and layout. A layout without any is one that Inductor alone did not serve.
         self._variants: dict[Any, dict[Any, list[_Variant]]] = {}
 
-    def __call__(self, groups: Groups) -> list[list[Tensor | None]]:
-        """Run the function, compiled if this is allowed.
+    def compiled(self, groups: Groups) -> Callable[[], list[list[Tensor | None]]] | None:
+        """The function of some tensors, compiled; nothing has run yet.
 
         Args:
             groups: Tensors that need no gradient.
 
         Returns:
-            Results in groups.
+            Runs it once and returns the results in groups. None where this is not allowed, or is
+            left to ``torch.compile``.
         """
         stance = torch_private.compile_stance()
         key = None if stance is None else self._key(groups)
         if key is None:
-            return self._otherwise(groups)
+            return None
         kind, layout = key
         layouts = self._variants.setdefault(kind, {})
         rows = groups[0][0].shape[0]
@@ -102,9 +104,14 @@ class RowCompiler:
                     variants += self._compile(groups)
                     variant = _find(layouts, layout, rows)
         if variant is None:
-            return self._otherwise(groups)
-        made = iter(variant.function([rows, *_flat(groups)]))
-        return [[next(made) if has else None for has in group] for group in variant.present]
+            return None
+        found = variant
+
+        def run() -> list[list[Tensor | None]]:
+            made = iter(found.function([rows, *_flat(groups)]))
+            return [[next(made) if has else None for has in group] for group in found.present]
+
+        return run
 
     def _key(self, groups: Groups) -> tuple[Any, Any] | None:
         """What a graph of these tensors depends on besides rows; None for what is not served."""
@@ -152,7 +159,9 @@ class RowCompiler:
             return []
         try:
             options = torch_private.known_options(OPTIONS)
-            made = torch_private.compile_traced(function, list(_flat(groups)), by_row, options)
+            donated = len(groups[0]) if self._donates else 0
+            tensors = list(_flat(groups))
+            made = torch_private.compile_traced(function, tensors, by_row, options, donated)
         except Exception:
             # Torch.compile is next, and its caller says what it says.
             log.debug("not compiled by Inductor alone", exc_info=True)

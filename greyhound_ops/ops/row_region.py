@@ -10,7 +10,9 @@ Where the gradients are made depends on what the rewrite knows:
   returns ``total = sum_k sum_i coefficients[k][i] * outputs[k][i]`` and makes its gradients in the
   forward: three products a projection, none repeated. ``total`` is the one differentiable output.
 - Without, every row has an upstream that only the backward knows: each output is differentiable,
-  and the backward projects the chunks once more, inside one opaque op.
+  and the backward, one opaque op, makes the gradients. It projects the chunks once more; or the
+  forward keeps the logits of all rows for it (``keep_logits``), where they take no more memory than
+  its sum over chunks would: a product less, and the gradient is written over them.
 
 The body and its derivative are one function per chunk, compiled with Inductor on CUDA.
 
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from greyhound_ops import chunking, torch_private, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import gradients
+from greyhound_ops.ops import chunk_loop, gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkMemory,
     GradientNeeds,
@@ -64,7 +66,8 @@ from greyhound_ops.ops.rows import statistics_dtype
 _OPTIONS = (
     "SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "bool[] need_grad_inputs=[], bool[] need_grad_weights=[], bool[] need_grad_biases=[], "
-    "bool[] need_grad_row_args=[], bool[] need_grad_whole_args=[], int[] same_head=[]"
+    "bool[] need_grad_row_args=[], bool[] need_grad_whole_args=[], int[] same_head=[], "
+    "bool[] keep_logits=[]"
 )
 OP = Op(
     "row_region("
@@ -77,7 +80,8 @@ OP_BACKWARD = Op(
     "row_region_backward("
     "Tensor[] grad_outputs, "
     "Tensor[] inputs, Tensor[] weights, Tensor[] biases, Tensor[] row_args, Tensor[] whole_args, "
-    f"str body, str compute_dtypes, bool[] has_bias, bool[] has_grad_output, {_OPTIONS}"
+    f"Tensor[] kept, str body, str compute_dtypes, bool[] has_bias, bool[] has_grad_output, "
+    f"{_OPTIONS}"
     ") -> Tensor[]"
 )
 _OPERANDS = ("inputs", "weights", "biases", "row_args", "whole_args")
@@ -331,9 +335,38 @@ def _traced_chunk(body: _Body, plan: _Plan) -> Callable[..., Any]:
     )  # fmt: skip
 
 
+def _behind(grads: list[Tensor | None], outputs: list[Tensor]) -> list[Tensor | None]:
+    """The gradients, made to wait for the outputs; no value changes.
+
+    Inductor writes a gradient over its logits where no other node reads them that it does not
+    depend on, and one of the outputs alone may be such a node. A choice between equals costs
+    nothing: Triton drops it.
+    """
+    for output in outputs:
+        if 0 in output.shape[1:]:
+            continue
+        known = output.reshape(output.shape[0], -1)[:, :1]
+        known = known == known
+        grads = [None if each is None else torch.where(known, each, each) for each in grads]
+    return grads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A function of five groups, the arguments, the upstream and the scale, in two forms.
+
+    Attributes:
+        compiler: By Inductor alone.
+        otherwise: By ``torch.compile``.
+    """
+
+    compiler: RowCompiler
+    otherwise: Callable[[list[list[Tensor]]], Any]
+
+
 @functools.cache
-def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype], ...]) -> Any:
-    """A chunk compiled with Inductor: of five groups, the arguments, the upstream and the scale.
+def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype], ...]) -> _Chunk:
+    """A chunk compiled with Inductor.
 
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
@@ -346,7 +379,9 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
         *arguments, upstream, scale = groups
         made = _eager_chunk(body, plan, arguments, upstream, scale[0] if scale else None)
         total = [] if made.total is None else [made.total]
-        return [list(made.outputs), list(total), list(itertools.compress(made.grads, plan.wants))]
+        heads = len(arguments[0])
+        grads = [*_behind(made.grads[:heads], made.outputs), *made.grads[heads:]]
+        return [list(made.outputs), list(total), list(itertools.compress(grads, plan.wants))]
 
     def otherwise(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
         *arguments, upstream, scale = groups
@@ -355,7 +390,9 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
         outputs, total, made = by_dynamo(arguments, upstream, scale[0] if scale else None)
         return [outputs, [] if total is None else [total], made]
 
-    return RowCompiler(traced, (True, True, False, True, False), otherwise)
+    # The logits of a chunk are nobody's any more once their gradient is made.
+    by_row = (True, True, False, True, False)
+    return _Chunk(RowCompiler(traced, by_row, donates=any(plan.wants)), otherwise)
 
 
 _not_compilable: set[tuple[str, _Plan]] = set()
@@ -380,12 +417,14 @@ def _run_chunk(
         if not compiles:
             return _eager_chunk(_function(text), plan, arguments, upstream, scale)
         heads = tuple((each.shape[1], each.dtype) for each in logits)
-        function = _compiled_chunk(text, plan, heads)
-        arguments = [[each.detach() for each in group] for group in arguments]
+        chunk = _compiled_chunk(text, plan, heads)
+        groups = [[each.detach() for each in group] for group in arguments]
+        groups += [upstream, [] if scale is None else [scale]]
+        run = chunk.compiler.compiled(groups)
+        made: Any = None
         try:
-            outputs, total, made = function(
-                [*arguments, upstream, [] if scale is None else [scale]]
-            )
+            if run is None:
+                made = chunk.otherwise(groups)
         except Exception as error:
             result = _eager_chunk(_function(text), plan, arguments, upstream, scale)
             _not_compilable.add((text, plan))  # where the eager run raises too, the body is wrong
@@ -395,8 +434,12 @@ def _run_chunk(
                 stacklevel=2,
             )
             return result
+        # Past the fallback: what fails here may have written over the logits already.
+        if run is not None:
+            made = run()
+        outputs, total, wanted = made
     grads: list[Tensor | None] = [None] * len(plan.wants)
-    for index, grad in zip(itertools.compress(itertools.count(), plan.wants), made, strict=True):
+    for index, grad in zip(itertools.compress(itertools.count(), plan.wants), wanted, strict=True):
         grads[index] = grad
     return _Made(outputs, total[0] if total else None, grads)
 
@@ -414,6 +457,14 @@ class _Head:
     compute_dtype: torch.dtype
     needs: GradientNeeds
     owner: int  # the projection into whose sums this one folds; itself by default
+    kept: bool  # whether the forward keeps its logits for the backward
+
+    def empty_kept(self) -> Tensor:
+        """Room for the logits of all rows, as `ChunkLoop` lays them out; empty if not kept."""
+        if not self.kept:
+            return empty(self.input)
+        padded = padded_classes(self.weight.shape[0], self.compute_dtype)
+        return self.input.new_empty((self.input.shape[0], padded), dtype=self.compute_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,6 +535,7 @@ def _read(call: Any) -> _Region:
         ("compute_dtypes", len(names)),
         ("has_bias", len(call.has_bias)),
         ("same_head", len(call.same_head) or count),
+        ("keep_logits", len(call.keep_logits) or count),
     ):
         if length != count:
             raise ValueError(f"{name}: expected {count}, one per projection, got {length}")
@@ -518,9 +570,15 @@ def _read(call: Any) -> _Region:
             raise type(error)(f"projection {index}: {error}") from None
         needs = GradientNeeds(inputs[index], weights[index], at is not None and biases[at])
         owner = call.same_head[index] if call.same_head else index
-        head = _Head(input, weight, bias, _DTYPES[names[index]], needs, owner)
+        kept = bool(call.keep_logits) and call.keep_logits[index]
+        head = _Head(input, weight, bias, _DTYPES[names[index]], needs, owner, kept)
         heads.append(head)
         _check_owner(heads, index)
+    if any(call.keep_logits) and getattr(call, "coefficients", None):
+        raise ValueError(
+            "keep_logits: expected False for all projections with coefficients, whose gradients "
+            f"are made in the forward, got {list(call.keep_logits)}"
+        )
     for name in ("row_args", "whole_args"):
         for index, each in enumerate(getattr(call, name)):
             validation.check_same_device(first, **{f"{name}[{index}]": each})
@@ -649,6 +707,11 @@ class HeadSize:
     owner: int
 
     @property
+    def head_shape(self) -> tuple[int, int]:
+        """Shape of the head."""
+        return self.num_classes, self.hidden_size
+
+    @property
     def logits_bytes(self) -> int:
         """Bytes of all rows' logits."""
         return self.num_rows * self.num_classes * self.compute_dtype.itemsize
@@ -714,8 +777,8 @@ def peak_bytes(
         heads = [size for size in learning if size.owner == owner]
         size = heads[0]
         sum_dtype, stored = size.sum_dtypes(accum)
-        shape = size.num_classes, size.hidden_size
-        head_bytes = shape[0] * shape[1] * stored.itemsize
+        head_elements = math.prod(size.head_shape)
+        head_bytes = head_elements * stored.itemsize
         plain_end += head_bytes + sum(each.logits_bytes for each in heads)
         shared = sum(each.owner == owner for each in sizes) > 1
         if stored == sum_dtype or (rows >= size.num_rows and not shared):
@@ -723,13 +786,36 @@ def peak_bytes(
             continue
         stored_bytes = max(stored_bytes, head_bytes)
         keeps = device_type == "cuda" and not shared
-        if keeps and keeping_is_less(size.num_rows, shape, size.compute_dtype, sum_dtype):
+        if keeps and keeping_is_less(size.num_rows, size.head_shape, size.compute_dtype, sum_dtype):
             sums += size.logits_bytes
             chunk -= rows * size.num_classes * size.compute_dtype.itemsize
         else:
-            sums += shape[0] * shape[1] * sum_dtype.itemsize
+            sums += head_elements * sum_dtype.itemsize
     plain = max(sum(size.logits_bytes for size in sizes), plain_end)
     return sums + max(chunk, stored_bytes), plain
+
+
+def keeps_logits(size: HeadSize, device_type: str, accum: str, *, shared: bool) -> bool:
+    """Whether a forward without coefficients does best to keep a projection's logits.
+
+    Where the logits of all rows take no more than the float32 sum that the backward would make
+    chunk by chunk: it then needs neither that sum nor a second projection, a product in four.
+
+    Args:
+        size: Of the projection; with symbols the answer is a guard on them.
+        device_type: ``"cuda"`` or any other.
+        accum: ``"fp32"`` or ``"weight"``.
+        shared: Whether other projections of the region have the same head.
+    """
+    sum_dtype, stored = size.sum_dtypes(accum)
+    if not size.needs_weight or shared:
+        return False
+    if not (device_type == "cuda" or chunk_loop.KEEPS_GRADIENT_ON_CPU):
+        return False
+    fits = stored == size.compute_dtype != sum_dtype
+    return fits and bool(
+        keeping_is_less(size.num_rows, size.head_shape, size.compute_dtype, sum_dtype)
+    )
 
 
 def _chunk_rows(region: _Region) -> int:
@@ -785,14 +871,26 @@ class _Loops:
 
     Args:
         region: The call.
+        rows: Of a chunk.
         spare_fp16: See `ChunkLoop`.
+        kept: For each projection the memory of all rows' logits, empty for that of a chunk.
+        projected: Whether the logits are in that memory already.
     """
 
-    def __init__(self, region: _Region, *, spare_fp16: bool) -> None:
+    def __init__(
+        self,
+        region: _Region,
+        rows: int,
+        *,
+        spare_fp16: bool,
+        kept: list[Tensor],
+        projected: bool = False,
+    ) -> None:
         self._region = region
         call = region.call
-        self.spans = _spans(region.num_rows, rows := _chunk_rows(region))
-        self._chunks = [ChunkMemory() for _ in region.heads]
+        self.spans = _spans(region.num_rows, rows)
+        self._chunks = [ChunkMemory(each if each.dim() == 2 else None) for each in kept]
+        self._projected = [projected and each.dim() == 2 for each in kept]
         self.loops: list[LossLoop] = []
         copies: dict[Any, LossLoop] = {}
         for index, head in enumerate(region.heads):
@@ -827,6 +925,12 @@ class _Loops:
             region.num_rows,
         )
 
+    def _logits(self, start: int, stop: int) -> list[Tensor]:
+        return [
+            loop.buffer(start, stop) if projected else loop.project(start, stop)
+            for loop, projected in zip(self.loops, self._projected, strict=True)
+        ]
+
     def run(
         self,
         start: int,
@@ -845,7 +949,7 @@ class _Loops:
         made = _run_chunk(
             call.body,
             plan,
-            [[loop.project(start, stop) for loop in self.loops], others[:rows], others[rows:]],
+            [self._logits(start, stop), others[:rows], others[rows:]],
             [each[start:stop] for each in upstream],
             scale,
         )
@@ -909,7 +1013,7 @@ def _own_modes(device_type: str) -> Iterator[None]:
 
 
 def _detached(call: Any) -> Any:
-    for name in (*_OPERANDS, "coefficients", "grad_outputs"):
+    for name in (*_OPERANDS, "coefficients", "grad_outputs", "kept"):
         if hasattr(call, name):
             setattr(call, name, [each.detach() for each in getattr(call, name)])
     return call
@@ -921,13 +1025,17 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tens
     weighted = bool(call.coefficients)
     wants = weighted and region.wants
     with _own_modes(device.type):
+        kept = [each.empty_kept() for each in region.heads]
+        # Of a backward's chunks where it is given the logits: small ones would save nothing then.
+        rows = _chunk_rows(region) if any(call.keep_logits) else None
         if not wants:
             frozen = GradientNeeds(False, False, False)
             heads = [dataclasses.replace(each, needs=frozen) for each in region.heads]
             region = _Region(call, heads, [False] * len(region.wanted))
+        rows = _chunk_rows(region) if rows is None else rows
         # Contiguous, so that the strides of an upstream are nothing to compile for.
         upstream = [each.contiguous() for each in call.coefficients if not _absent(each)]
-        loops = _Loops(region, spare_fp16=region.defers)
+        loops = _Loops(region, rows, spare_fp16=region.defers, kept=kept)
         plan = _Plan(
             loops.wants,
             tuple(not _absent(each) for each in call.coefficients),
@@ -952,7 +1060,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tens
             del made
         if not loops.spans:
             outputs = _whole_outputs(region, 0)
-        grads = loops.finish() if wants else []
+        grads = loops.finish() if wants else kept if any(call.keep_logits) else []
         if scale is not None:
             grads.append(scale)
     return outputs, total, grads
@@ -963,8 +1071,14 @@ def _backward_rows(*args: Any, **kwargs: Any) -> list[Tensor]:
     call = region.call
     with _own_modes(region.heads[0].input.device.type):
         upstream = [each.contiguous() for each in call.grad_outputs]
+        kept = list(call.kept) or [empty(each.input) for each in region.heads]
+        if torch_private.graph_is_kept() or torch_private.is_capturing():
+            # Their gradient is written over them. Whoever keeps the graph comes for them once more;
+            # so may a replay of what is captured here, however often.
+            kept = [each.clone() for each in kept]
         # No factor for fp16: the upstream brings a GradScaler's own.
-        loops = _Loops(region, spare_fp16=False)
+        loops = _Loops(region, _chunk_rows(region), spare_fp16=False, kept=kept, projected=True)
+        del kept
         plan = _Plan(loops.wants, tuple(call.has_grad_output), None, outputs=False)
         for start, stop in loops.spans:
             loops.run(start, stop, upstream, None, plan)
@@ -1025,6 +1139,8 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor, list[Tensor]
     grads = _fake_grads(region, stored=True) if weighted and region.wants else []
     if grads and region.defers:
         grads.append(first.new_empty((), dtype=torch.float32))
+    if any(call.keep_logits):
+        grads = [each.empty_kept() for each in region.heads]
     return outputs, first.new_empty(() if weighted else 0, dtype=region.dtype), grads
 
 
@@ -1091,9 +1207,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
         ctx.options = {
             name: getattr(call, name)
             for name in OP_BACKWARD.arguments
-            if name not in ("grad_outputs", "has_grad_output", *_OPERANDS)
+            if name not in ("grad_outputs", "has_grad_output", "kept", *_OPERANDS)
         }
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*operands, *grads)
         return
     ctx.mark_non_differentiable(*outputs, *grads)
     region = _read(call)
@@ -1130,10 +1246,11 @@ def _autograd_backward(
             made = gradients.give(ctx, grad_total, accumulated="spare.")
             grads = {ctx.renamed[key]: grad for key, grad in made.items()}
     elif any(each is not None for each in grad_outputs):
-        operands = iter(ctx.saved_tensors)
+        saved = iter(ctx.saved_tensors)
         result = OP_BACKWARD.packet(
             [each for each in grad_outputs if each is not None],
-            *([next(operands) for _ in range(ctx.lengths[name])] for name in _OPERANDS),
+            *([next(saved) for _ in range(ctx.lengths[name])] for name in _OPERANDS),
+            list(saved),
             has_grad_output=[each is not None for each in grad_outputs],
             **ctx.options,
         )
@@ -1158,6 +1275,8 @@ def _all_flops(call: Any, made: bool) -> int:
         products = 1
         if made:
             products += sum(_flags(call, name)[index] for name in ("inputs", "weights"))
+        if getattr(call, "kept", ()) and call.keep_logits[index]:
+            products -= 1
         total += product_flops(input, weight) * products
     return total
 

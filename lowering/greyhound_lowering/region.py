@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -719,30 +720,9 @@ class _Emitter:
         """
         if self.settings.min_logits_bytes is not None:
             return
-        sizes = []
-        owners = self._same_heads() or list(range(len(self.region.seeds)))
-        for index, projection in enumerate(self.region.seeds):
-            logits, weight = example(projection.node), example(projection.weight)
-            assert logits is not None
-            numbers = [torch_private.size_hint(size) for size in logits.shape]
-            hidden = torch_private.size_hint(projection.hidden_size)
-            if weight is None or hidden is None or any(number is None for number in numbers):
-                return  # known only at run time: the size of the logits has been judged before
-            classes = numbers.pop(projection.class_dim)
-            assert classes is not None
-            flows = self._flows(index)
-            sizes.append(
-                row_region.HeadSize(
-                    math.prod(number for number in numbers if number is not None),
-                    classes,
-                    hidden,
-                    logits.dtype,
-                    weight.dtype,
-                    flows,
-                    flows and weight.requires_grad and projection.weight not in self.off,
-                    owners[index],
-                )
-            )
+        sizes = self._sizes(torch_private.size_hint)
+        if sizes is None:
+            return  # known only at run time: the size of the logits has been judged before
         chunked, plain = row_region.peak_bytes(
             sizes,
             self._device().type,
@@ -754,6 +734,55 @@ class _Emitter:
                 f"chunks and the sums over them would hold {chunked / 2**20:.0f} MiB where whole "
                 f"logits hold {plain / 2**20:.0f}: too little is saved"
             )
+
+    def _sizes(self, number: Callable[[Any], Any]) -> list[row_region.HeadSize] | None:
+        """What the memory of each projection depends on, None where a size is unknown.
+
+        Args:
+            number: What to make of a size; None where it is unknown.
+        """
+        sizes = []
+        owners = self._same_heads() or list(range(len(self.region.seeds)))
+        for index, projection in enumerate(self.region.seeds):
+            logits, weight = example(projection.node), example(projection.weight)
+            assert logits is not None
+            numbers = [number(size) for size in logits.shape]
+            hidden = number(projection.hidden_size)
+            if weight is None or hidden is None or any(each is None for each in numbers):
+                return None
+            classes = numbers.pop(projection.class_dim)
+            flows = self._flows(index)
+            sizes.append(
+                row_region.HeadSize(
+                    math.prod(numbers),
+                    classes,
+                    hidden,
+                    logits.dtype,
+                    weight.dtype,
+                    flows,
+                    flows and weight.requires_grad and projection.weight not in self.off,
+                    owners[index],
+                )
+            )
+        return sizes
+
+    def _keep_logits(self) -> list[bool]:
+        """For each projection whether its logits are kept for the backward; none are False for all.
+
+        A guard on the number of rows where it is a symbol: with more of them a sum takes less.
+        """
+        if self.known is not None or not self.settings.keep_logits:
+            return []
+        sizes = self._sizes(lambda size: None if torch_private.size_hint(size) is None else size)
+        if sizes is None:
+            return []
+        accum, device = self.settings.grad_weight_accum_dtype, self._device().type
+        owners = [size.owner for size in sizes]
+        kept = [
+            row_region.keeps_logits(size, device, accum, shared=owners.count(size.owner) > 1)
+            for size in sizes
+        ]
+        return kept if any(kept) else []
 
     def _check_cuts(self) -> None:
         """A slice of rows is done to the hidden states, whose rows must lie as the logits' did."""
@@ -935,6 +964,7 @@ class _Emitter:
             need_grad_row_args=row_needs,
             need_grad_whole_args=whole_needs,
             same_head=self._same_heads(),
+            keep_logits=self._keep_logits(),
             grads_are_private=True,  # only outputs and total are read from here on
         )
         outputs = self._function(operator.getitem, parts, 0)

@@ -32,6 +32,9 @@ class RewriteSettings:
             have to exist, and nothing is rewritten. ``"nan"``: where that loss can be rewritten,
             NaN of their shape, dtype and device is returned in their place; one number of memory,
             no gradient. A program that reads them then computes NaN instead of something wrong.
+        keep_logits: Where a loss has gradients that only the backward knows, keep its logits for
+            it if they take no more memory than the backward's own sum would (N <= 2 D in bf16).
+            False projects once more, and holds nothing between forward and backward.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -39,6 +42,7 @@ class RewriteSettings:
     chunk_size: int | None = None
     grad_weight_accum_dtype: str = "fp32"
     returned_logits: str = "keep"
+    keep_logits: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", tuple(self.kinds))
@@ -52,6 +56,8 @@ class RewriteSettings:
         validation.check_choice(
             "grad_weight_accum_dtype", self.grad_weight_accum_dtype, validation.ACCUM_DTYPES
         )
+        if not isinstance(self.keep_logits, bool):
+            raise TypeError(f"keep_logits: expected a bool, got {self.keep_logits!r}")
         validation.check_choice("returned_logits", self.returned_logits, RETURNED_LOGITS)
 
 
@@ -70,6 +76,7 @@ def from_environment() -> RewriteSettings:
                 f"environment variable GREYHOUND_REWRITE_RETURNED_LOGITS: {error}"
             ) from None
         given["returned_logits"] = returned
+    given["keep_logits"] = env_bool("GREYHOUND_REWRITE_KEEP_LOGITS", True)
     return RewriteSettings(**given)
 
 

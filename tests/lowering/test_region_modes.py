@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import greyhound_lowering
-from greyhound_ops.testing import peak_memory
+from greyhound_ops.ops import chunk_loop
+from greyhound_ops.testing import assert_within_budget, peak_memory
 from lowering.rewriting import (
     TINY_OPTIONS,
     UPSTREAM,
@@ -231,3 +232,65 @@ def test_frozen_head_and_two_projections_in_one_checkpoint() -> None:
     value = run(module, inputs, compiled=torch.compile(module, backend=Backend()))
     assert_same_results(plain, value, in_double(lambda: make(Distilled), torch.enable_grad))
     assert_region(2)
+
+
+class Pairs(nn.Module):
+    """A loss of pairs of rows: what a row's log-prob is worth, only the backward knows."""
+
+    def __init__(self, classes: int = 96, hidden: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(hidden, classes, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, y: Tensor, old: Tensor) -> Tensor:
+        logp = self.head(x).float().log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        margin = (logp - old).view(2, -1).sum(1)
+        return -F.logsigmoid(0.1 * (margin[0] - margin[1])) + logp.var()
+
+
+def kept_for(rows: int, compiled: Any, backend: Backend) -> list[bool]:
+    """Runs a step of so many rows beside plain ones; whether the op kept its logits."""
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 32).bfloat16()
+    y, old = torch.randint(96, (rows,)), torch.randn(rows) * 0.3 - 4.5
+    results = []
+    for step, dtype in ((compiled, x.dtype), (Pairs(), x.dtype), (Pairs(), torch.float64)):
+        leaf, weight = x.clone().to(dtype).requires_grad_(), step.head.weight
+        weight.data, weight.grad = weight.data.to(dtype), None
+        step(leaf, y, old).backward(torch.tensor(UPSTREAM))
+        results.append((leaf.grad, weight.grad))
+    for got, expected, true in zip(*results, strict=True):
+        assert_within_budget("gradient", got, expected, true, slack=1e-3)
+    return list(backend.region_nodes[-1].kwargs["keep_logits"])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_logits_are_kept_while_a_sum_takes_more(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    for settings, expected in (
+        ({}, {24: True, 40: True, 64: True, 70: False}),  # N <= 2 D
+        ({"grad_weight_accum_dtype": "weight"}, {40: False}),
+        ({"keep_logits": False}, {40: False, 70: False}),
+    ):
+        torch._dynamo.reset()
+        backend = Backend(**settings, chunk_size=24)
+        compiled = torch.compile(Pairs(), backend=backend, dynamic=dynamic)
+        for rows, kept in expected.items():
+            assert kept_for(rows, compiled, backend) == ([True] if kept else []), (settings, rows)
+        if dynamic:
+            assert len(backend.region_nodes) == len(set(expected.values()))
+
+
+def test_logits_are_not_kept_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen head has no sum, and a loss whose gradients are made in the forward no backward."""
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    backend = Backend()
+    frozen = Pairs().requires_grad_(False)
+    inputs = torch.randn(8, 32).bfloat16(), torch.randint(96, (8,)), torch.randn(8)
+    torch.compile(frozen, backend=backend)(inputs[0].requires_grad_(), *inputs[1:]).backward()
+    with torch.no_grad():
+        torch.compile(Pairs(), backend=backend)(*inputs)
+    torch.compile(Model(), backend=backend)(torch.randn(B, T, D), torch.randint(V, (B, T)))
+    assert [node.kwargs["keep_logits"] for node in backend.region_nodes] == [[], [], []]

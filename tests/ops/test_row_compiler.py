@@ -43,7 +43,7 @@ class Compiler:
     ) -> None:
         self.compiled = self.left = 0
         self.function = function
-        self.compiler = RowCompiler(function, by_row, self.otherwise)
+        self.compiler = RowCompiler(function, by_row)
         inner = torch_private.compile_traced
 
         def counted(*args: Any) -> Any:
@@ -52,14 +52,17 @@ class Compiler:
 
         patch.setattr(torch_private, "compile_traced", counted)
 
-    def otherwise(self, groups: Groups) -> Any:
+    def run(self, groups: Groups) -> Any:
+        run = self.compiler.compiled(groups)
+        if run is not None:
+            return run()
         self.left += 1
         return self.function(groups)
 
     def __call__(self, *groups: list[Tensor]) -> tuple[int, int]:
         """Compare with the function as it is; returns how often either way was taken by now."""
         expected = self.function(list(groups))
-        made = self.compiler(list(groups))
+        made = self.run(list(groups))
         for one, other in zip(made, expected, strict=True):
             for mine, same in zip(one, other, strict=True):
                 assert (mine is None) == (same is None)
@@ -170,7 +173,7 @@ def test_rows_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(monkeypatch, add, (True,))
     assert compiler([torch.randn(4, 3), torch.randn(4, 3)]) == (1, 0)
     with pytest.raises(RuntimeError, match="must match the size"):
-        compiler.compiler([[torch.randn(4, 3), torch.randn(3, 3)]])
+        compiler.run([[torch.randn(4, 3), torch.randn(3, 3)]])
     assert compiler([torch.randn(4, 3), torch.randn(1, 3)]) == (1, 2)
 
 
@@ -202,7 +205,7 @@ def test_functions_for_dynamo(
 def test_random_functions_are_for_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = Compiler(monkeypatch, lambda groups: [[torch.rand_like(groups[0][0])]], (True,))
     for number in range(1, 3):
-        noise.compiler([[torch.randn(4, 9)]])
+        noise.run([[torch.randn(4, 9)]])
         assert (noise.compiled, noise.left) == (1, number)
 
 
@@ -416,3 +419,51 @@ def test_region_with_padded_and_transposed_rows(
     with config.override(region_body="compiled"):
         region.tensors["row_args"] = [dense.t().contiguous().t()]
         compare(region, WAYS["forward"], chunk_size=5)
+
+
+def gradient_and(groups: Groups, *others: Callable[[Tensor], Tensor]) -> list[list[Tensor | None]]:
+    (logits,) = groups[0]
+    wide = logits.float()
+    grad = (wide - wide.logsumexp(1, keepdim=True)).exp().to(logits.dtype)
+    return [[other(logits) for other in others], [grad]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_donated_tensor_is_written_over(device: torch.device, padded: bool) -> None:
+    compiler = RowCompiler(gradient_and, (True,), donates=True)
+    for rows in (40, 7):
+        logits = torch.randn(rows, 40, device=device).bfloat16()[:, : 33 if padded else 40]
+        (expected,) = gradient_and([[logits]])[1]
+        run = compiler.compiled([[logits]])
+        assert run is not None
+        ((made,),) = run()[1:]
+        assert made is not None
+        assert expected is not None
+        torch.testing.assert_close(made, expected)
+        if not padded:
+            assert made.data_ptr() == logits.data_ptr()
+
+
+def test_results_that_are_views_of_a_donated_tensor(device: torch.device) -> None:
+    def function(groups: Groups) -> list[list[Tensor | None]]:
+        views = lambda z: z[:, 3], lambda z: z[:, 5:7], lambda z: z[:, 8:9].float()
+        return gradient_and(groups, *views)
+
+    compiler = RowCompiler(function, (True,), donates=True)
+    logits = torch.randn(40, 33, device=device).bfloat16()
+    expected = [[each.clone() for each in group] for group in function([[logits]])]  # type: ignore[union-attr]
+    run = compiler.compiled([[logits]])
+    assert run is not None
+    for group, same in zip(run(), expected, strict=True):
+        for one, other in zip(group, same, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_nothing_else_is_written_over(device: torch.device) -> None:
+    compiler = RowCompiler(gradient_and, (True,))
+    logits = torch.randn(40, 32, device=device).bfloat16()
+    before = logits.clone()
+    run = compiler.compiled([[logits]])
+    assert run is not None
+    run()
+    assert torch.equal(logits, before)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from greyhound_ops import config
+from greyhound_ops import config, torch_private
 from greyhound_ops.errors import ForwardModeError, NotDifferentiableTwiceError
 from greyhound_ops.ops import row_region
 from greyhound_ops.testing import assert_within_budget, peak_memory
@@ -188,8 +188,10 @@ def make_region(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     coefficient: float = 1.0,
+    hidden: int | None = None,
 ) -> Region:
     case = CASES[name]
+    sizes = case.hidden if hidden is None else [hidden] * len(case.hidden)
     wide = torch.promote_types(dtype, torch.float32)
     options = {"dtype": dtype, "device": device}
     makers = {
@@ -200,9 +202,9 @@ def make_region(
         "prior": lambda: torch.randn(classes, dtype=wide, device=device),
     }
     tensors = {
-        "inputs": [torch.randn(rows, hidden, **options) for hidden in case.hidden],
+        "inputs": [torch.randn(rows, size, **options) for size in sizes],
         # Transposed views are usual.
-        "weights": [torch.randn(hidden, classes, **options).t() for hidden in case.hidden],
+        "weights": [torch.randn(size, classes, **options).t() for size in sizes],
         "biases": [torch.randn(classes, **options) for has in case.has_bias if has],
         "row_args": [makers[each]() for each in case.rows],
         "whole_args": [makers[each]() for each in case.whole],
@@ -279,7 +281,13 @@ def backward_way(region: Region, **options: Any) -> tuple[list[Tensor], Tensor]:
     return outputs, weighted_sum(region, outputs)
 
 
-WAYS = {"forward": forward_way, "backward": backward_way}
+def kept_way(region: Region, **options: Any) -> tuple[list[Tensor], Tensor]:
+    """Gradients of each output, made in the backward from logits that the forward kept."""
+    options["keep_logits"] = [True] * len(region.tensors["inputs"])
+    return backward_way(region, **options)
+
+
+WAYS = {"forward": forward_way, "backward": backward_way, "kept": kept_way}
 
 
 def outcome(
@@ -656,7 +664,8 @@ def test_compiled_body_called_by_itself(device: torch.device, fresh_compiler: No
         assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_compiled_chunk_makes_nothing_wide_but_the_gradient(fresh_compiler: None) -> None:
+def test_compiled_chunk_makes_nothing_wide(fresh_compiler: None) -> None:
+    """The gradient is written over the logits."""
     from torch._inductor.utils import run_and_get_code
 
     row_region._compiled_chunk.cache_clear()
@@ -664,7 +673,7 @@ def test_compiled_chunk_makes_nothing_wide_but_the_gradient(fresh_compiler: None
     with config.override(region_body="compiled"):
         _, codes = run_and_get_code(lambda: outcome(forward_way, region, chunk_size=20))
         wide = re.findall(r"empty_strided_cpu\(\(\w+, 64\), \(64, 1\), (.*?)\)", "".join(codes))
-        assert wide == ["torch.bfloat16"]
+        assert wide == []
         # A class that is not there: no value of another row's, and no error to wait for.
         region.tensors["row_args"][0][3] = 64
         outputs, _, _ = call(region, coefficients=True, chunk_size=20)
@@ -675,12 +684,11 @@ def test_compiled_chunk_makes_nothing_wide_but_the_gradient(fresh_compiler: None
 
 def test_body_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
-        def run(*args: Any) -> Any:
-            raise RuntimeError("no compiler here")
+        raise RuntimeError("no compiler here")
 
-        return run
-
-    monkeypatch.setattr(row_region, "_compiled_chunk", broken)
+    row_region._compiled_chunk.cache_clear()
+    monkeypatch.setattr(torch_private, "compile_traced", broken)
+    monkeypatch.setattr(torch_private, "compile_in_op", lambda *args: broken)
     monkeypatch.setattr(row_region, "_not_compilable", set())
     with (
         config.override(region_body="compiled"),
@@ -690,6 +698,61 @@ def test_body_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             compare(make_region("dense"), forward_way, chunk_size=5)
     assert ["no compiler here" in str(each.message) for each in caught] == [True]
+
+
+def test_a_failure_while_running_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The eager body would read logits that are written over by half: no fallback then.
+    inner = torch_private.compile_traced
+
+    def failing(*args: Any) -> Any:
+        made = inner(*args)
+        assert made is not None
+        _, serves = made
+
+        def run(tensors: list[Any]) -> Any:
+            tensors[1].zero_()
+            raise torch.OutOfMemoryError("no room")
+
+        return run, serves
+
+    row_region._compiled_chunk.cache_clear()
+    monkeypatch.setattr(torch_private, "compile_traced", failing)
+    with config.override(region_body="compiled"):
+        for way in WAYS.values():
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                outcome(way, make_region("dense"), chunk_size=5)
+    row_region._compiled_chunk.cache_clear()
+
+
+@pytest.mark.parametrize("choice", ["eager", "compiled"])
+def test_kept_logits_outlive_a_kept_graph(
+    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    row_region._compiled_chunk.cache_clear()
+    region = make_region("cross_entropy", 16, dtype=torch.bfloat16, device=device, hidden=16)
+    leaves = [leaf.requires_grad_() for leaf in region.leaves().values()]
+    with kept_gradients(monkeypatch), config.override(region_body=choice):
+        outputs, _, (kept,) = call(region, coefficients=False, chunk_size=7, keep_logits=[True])
+        (input,), (weight,) = region.tensors["inputs"], region.tensors["weights"]
+        logits = torch.nn.functional.linear(input, weight, *region.tensors["biases"])
+        torch.testing.assert_close(kept[:, :CLASSES], logits, rtol=0.02, atol=0.02)
+        kept = kept[:, :CLASSES]  # what lies behind them is never written
+        before = kept.clone()
+        loss = (outputs[0] * 1.5).sum() - outputs[1].sum()
+        made = [torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2)]
+        assert torch.equal(kept, before)
+        made.append(torch.autograd.grad(loss, leaves))
+        assert not torch.equal(kept, before), "a second [N, V] was made"
+    for first, *others in zip(*made, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_kept_logits_are_for_backwards() -> None:
+    region = make_region("cross_entropy")
+    with pytest.raises(ValueError, match="keep_logits: expected False for all"):
+        call(region, coefficients=True, keep_logits=[True])
+    with pytest.raises(ValueError, match="keep_logits: expected 1, one per projection, got 2"):
+        call(region, coefficients=False, keep_logits=[True, False])
 
 
 def test_no_single_row_at_the_end() -> None:
@@ -731,17 +794,24 @@ def test_opcheck(name: str, way: str) -> None:
 
 @by_case
 def test_opcheck_of_the_backward(name: str) -> None:
-    for dtype in (torch.float32, torch.float16):
+    for dtype, keeps in itertools.product((torch.float32, torch.float16), (False, True)):
         region = make_region(name, dtype=dtype)
+        kept = []
+        if keeps:
+            options = {"keep_logits": [True] * len(region.tensors["inputs"])}
+            _, _, kept = call(region, coefficients=False, **options)
         torch.library.opcheck(
             torch.ops.greyhound.row_region_backward.default,
             (
                 [each for each in region.coefficients if each.numel()],
-                *(region.tensors[each] for each in OPERANDS), region.text,
+                *(region.tensors[each] for each in OPERANDS), kept, region.text,
                 ",".join(dtype_id(each) for each in region.compute_dtypes),
                 list(region.case.has_bias), list(region.case.weighted),
             ),
             {
+                "keep_logits": [True] * len(kept),
+            }
+            | {
                 f"need_grad_{each}": [tensor.is_floating_point() for tensor in region.tensors[each]]
                 for each in OPERANDS
             },
@@ -789,7 +859,7 @@ def test_nothing_wanted_runs_no_derivative(monkeypatch: pytest.MonkeyPatch) -> N
 def test_flops() -> None:
     region = make_region("both_learn", 16)
     one = 2 * 16 * CLASSES * 14
-    for way, expected in (("forward", 3 * one), ("backward", 4 * one)):
+    for way, expected in (("forward", 3 * one), ("backward", 4 * one), ("kept", 3 * one)):
         with FlopCounterMode(display=False) as counter:
             outcome(WAYS[way], region, chunk_size=5)
         assert counter.get_total_flops() == expected
@@ -833,7 +903,7 @@ def test_peak(way: str, frozen: tuple[str, ...], device: torch.device) -> None:
 
 
 def test_peak_does_not_grow_with_the_rows(device: torch.device) -> None:
-    for way in WAYS:
+    for way in ("forward", "backward"):
         peaks = []
         for rows in (64, 256):
             region = make_region("cross_entropy", rows, classes=1000, device=device)
@@ -988,9 +1058,9 @@ def test_compiled_and_eager_bodies_agree_on_cuda() -> None:
 
 
 @pytest.mark.gpu
-@by_way
+@pytest.mark.parametrize("way", ["forward", "backward"])
 def test_peak_on_cuda(way: str) -> None:
-    # Compiled, a chunk is its logits and their gradient, and nothing of that size beside.
+    # Compiled, a chunk is its logits, over which their gradient is written.
     rows, classes, chunk_size = 4096, 32_000, 256
     region = make_region(
         "cross_entropy", rows, classes=classes, dtype=torch.bfloat16, device="cuda"
@@ -999,8 +1069,20 @@ def test_peak_on_cuda(way: str) -> None:
     asked = sum(leaf.nbytes for leaf in region.leaves().values())
     asked += region.tensors["weights"][0].numel() * 4  # the fp32 sum
     chunk = chunk_size * classes * 2
-    assert peak <= asked + 2 * chunk + chunk // 2 + 2**21
+    assert peak <= asked + chunk + chunk // 2 + 2**21
     assert peak < rows * classes * 2
+
+
+@pytest.mark.gpu
+def test_peak_of_kept_logits_on_cuda() -> None:
+    # Logits, their gradient in the same place, and beside it the gradient of the head.
+    rows, classes = 4096, 32_000
+    region = make_region(
+        "cross_entropy", rows, classes=classes, dtype=torch.bfloat16, device="cuda", hidden=2048
+    )
+    peak = peak_bytes(region, "kept", chunk_size=1024)
+    asked = sum(leaf.nbytes for leaf in region.leaves().values())
+    assert peak <= asked + rows * classes * 2 + 2**21
 
 
 @by_case
