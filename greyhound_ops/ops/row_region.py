@@ -682,6 +682,11 @@ def _fp16_scale(coefficients: list[Tensor], device: torch.device) -> Tensor:
     return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
 
 
+# Without gradients 1024 rows of 128256 bf16 logits, which the product over them wants; its chunk is
+# all that there is. The others as for every op.
+CUDA_BUDGET = dataclasses.replace(chunking.CUDA_BUDGET, forward_only_bytes=256 * chunking.MIB)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSize:
     """What the memory of one projection in a region depends on.
@@ -722,13 +727,37 @@ class HeadSize:
         return accumulator_dtype(*types), stored_weight_dtype(*types)
 
 
-def _row_bytes(size: HeadSize, device_type: str) -> int:
-    """Bytes of a row of a chunk: logits and their gradient."""
+def _row_bytes(size: HeadSize, device_type: str, *, held: bool) -> int:
+    """Bytes of a row of a chunk: logits and their gradient.
+
+    Args:
+        size: Of the projection.
+        device_type: ``"cuda"`` or any other.
+        held: Whether all rows' logits and then gradients have memory of their own.
+    """
     itemsize = size.compute_dtype.itemsize
-    element_bytes = itemsize * (2 if size.needs else 1)
+    padded = padded_classes(size.num_classes, size.compute_dtype)
+    # A compiled body writes a gradient over its logits if both are dense (`RowCompiler`).
+    in_place = device_type == "cuda" and padded == size.num_classes
+    element_bytes = itemsize * (2 if size.needs and not in_place else 1)
+    if held:
+        element_bytes -= itemsize
     if device_type != "cuda" and itemsize < 4:
         element_bytes += 4  # bodies compute in float32, and nothing fuses that here
-    return padded_classes(size.num_classes, size.compute_dtype) * element_bytes
+    return padded * element_bytes
+
+
+def _chunk_row_bytes(sizes: list[HeadSize], device_type: str, accum: str) -> int:
+    """Bytes of a row of a chunk of all projections."""
+    owners = [size.owner for size in sizes]
+    return sum(
+        _row_bytes(
+            size,
+            device_type,
+            held=keeps_logits(size, device_type, accum, shared=owners.count(size.owner) > 1),
+        )
+        for size in sizes
+    )
 
 
 def _rows_of(
@@ -741,15 +770,25 @@ def _rows_of(
         if size.needs_weight and stored != torch.float32 and accum == "fp32":
             head_bytes = size.num_classes * size.hidden_size * stored.itemsize
             cast_bytes = max(cast_bytes, head_bytes)
-    budget = chunking.chunk_budget_bytes(
-        device_type,
-        need_grad_weight=any(size.needs_weight for size in sizes),
-        need_grads=wants,
-        final_cast_bytes=cast_bytes,
-        override_bytes=settings().chunk_budget_bytes,
-    )
-    row_bytes = sum(_row_bytes(size, device_type) for size in sizes)
-    return chunking.chunk_rows(sizes[0].num_rows, row_bytes, budget, chunk_size)
+
+    def within(cast_bytes: int) -> int:
+        budget = chunking.chunk_budget_bytes(
+            device_type,
+            need_grad_weight=any(size.needs_weight for size in sizes),
+            need_grads=wants,
+            final_cast_bytes=cast_bytes,
+            override_bytes=settings().chunk_budget_bytes,
+            budget=CUDA_BUDGET if device_type == "cuda" else None,
+        )
+        return chunking.chunk_rows(sizes[0].num_rows, row_bytes, budget, chunk_size)
+
+    row_bytes = _chunk_row_bytes(sizes, device_type, accum)
+    rows, num_rows = within(cast_bytes), sizes[0].num_rows
+    if chunk_size is None and rows >= num_rows > (alone := within(0)):
+        # A single chunk's product is the gradient of the head, which then stands beside the chunk
+        # and not behind it: two chunks instead.
+        rows = max(alone, chunking.chunk_rows(num_rows, 1, num_rows // 2))
+    return rows
 
 
 def peak_bytes(
@@ -771,7 +810,7 @@ def peak_bytes(
     wants = any(size.needs for size in sizes)
     rows = _rows_of(sizes, device_type, accum, chunk_size, wants=wants)
     sums = stored_bytes = plain_end = 0
-    chunk = rows * sum(_row_bytes(size, device_type) for size in sizes)
+    chunk = rows * _chunk_row_bytes(sizes, device_type, accum)
     learning = [size for size in sizes if size.needs_weight]
     for owner in dict.fromkeys(size.owner for size in learning):
         heads = [size for size in learning if size.owner == owner]
@@ -781,16 +820,12 @@ def peak_bytes(
         head_bytes = head_elements * stored.itemsize
         plain_end += head_bytes + sum(each.logits_bytes for each in heads)
         shared = sum(each.owner == owner for each in sizes) > 1
+        held = keeps_logits(size, device_type, accum, shared=shared)
         if stored == sum_dtype or (rows >= size.num_rows and not shared):
-            sums += head_bytes
+            sums += head_bytes + (size.logits_bytes if held else 0)
             continue
         stored_bytes = max(stored_bytes, head_bytes)
-        keeps = device_type == "cuda" and not shared
-        if keeps and keeping_is_less(size.num_rows, size.head_shape, size.compute_dtype, sum_dtype):
-            sums += size.logits_bytes
-            chunk -= rows * size.num_classes * size.compute_dtype.itemsize
-        else:
-            sums += head_elements * sum_dtype.itemsize
+        sums += size.logits_bytes if held else head_elements * sum_dtype.itemsize
     plain = max(sum(size.logits_bytes for size in sizes), plain_end)
     return sums + max(chunk, stored_bytes), plain
 

@@ -45,6 +45,26 @@ def test_peak_of_a_region(num_rows: int, accum: str, at_least: float, at_most: f
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "teacher", "rows"),
+    [
+        # Held logits and their gradient take no room of a chunk: all of them at once.
+        (4096, False, 4096),
+        (8192, False, 8192),
+        # A teacher's chunk may take what the gradient of the head takes afterwards, 0.98 GiB of
+        # 4096 rows; but all in one chunk would have that gradient beside it.
+        (2048, True, 2048),
+        (4096, True, 2048),
+        (8192, True, 4096),
+        # A sum over chunks: what its cast takes.
+        (16384, False, 4096),
+    ],
+)
+def test_rows_of_a_chunk(num_rows: int, teacher: bool, rows: int) -> None:
+    sizes = [head(num_rows), head(num_rows, 1, learns=False)][: 1 + teacher]
+    assert row_region._rows_of(sizes, "cuda", "fp32", None, wants=True) == rows
+
+
+@pytest.mark.parametrize(
     ("num_rows", "chunked", "plain"), [(2048, 2.94, 1.96), (4096, 2.94, 2.94), (8192, 2.94, 4.89)]
 )
 def test_peak_of_two_projections_of_one_head(num_rows: int, chunked: float, plain: float) -> None:

@@ -351,7 +351,7 @@ def test_nothing_wide_but_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.randint(32_000, (256, 1), device="cuda")
     assert compiler([student, teacher, target]) == (1, 0)
     with peak_memory(student.device) as peak:
-        compiler.compiler([[student, teacher, target]])
+        compiler.run([[student, teacher, target]])
     assert peak.bytes <= student.nbytes + 2**20
 
 

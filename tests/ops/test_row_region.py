@@ -1080,7 +1080,8 @@ def test_peak_of_kept_logits_on_cuda() -> None:
     region = make_region(
         "cross_entropy", rows, classes=classes, dtype=torch.bfloat16, device="cuda", hidden=2048
     )
-    peak = peak_bytes(region, "kept", chunk_size=1024)
+    # A bias's gradient is a sum over rows, for which torch takes 16 MiB of its own.
+    peak = peak_bytes(region, "kept", frozen=("biases",), chunk_size=1024)
     asked = sum(leaf.nbytes for leaf in region.leaves().values())
     assert peak <= asked + rows * classes * 2 + 2**21
 
