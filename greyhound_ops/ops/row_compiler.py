@@ -32,6 +32,9 @@ OPTIONS = {
     "realize_opcount_threshold": 200,
     "realize_reads_threshold": 16,
     "realize_acc_reads_threshold": 32,
+    # Else a kernel of many registers is compiled once more, outside the compiler's processes and
+    # with smaller blocks, 0.4 s of a first step of 9 (docs/performance.md, "Compile time").
+    "dynamic_scale_rblock": False,
 }
 
 Groups = list[list[Tensor]]

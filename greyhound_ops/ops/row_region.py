@@ -792,7 +792,12 @@ def _rows_of(
 
 
 def peak_bytes(
-    sizes: list[HeadSize], device_type: str, accum: str, chunk_size: int | None
+    sizes: list[HeadSize],
+    device_type: str,
+    accum: str,
+    chunk_size: int | None,
+    *,
+    cut: bool = False,
 ) -> tuple[int, int]:
     """What a region holds of ``[rows, V]`` and ``[V, D]`` at its peak, and whole logits at least.
 
@@ -801,6 +806,8 @@ def peak_bytes(
         device_type: ``"cuda"`` or any other.
         accum: ``"fp32"`` or ``"weight"``.
         chunk_size: Rows per chunk, None for the plan.
+        cut: Whether the loss is of a slice of the rows. A program with whole logits then pads their
+            gradient, beside the logits (measured: 3004 MiB for 2036, docs/performance.md).
 
     Returns:
         Bytes of the region; and those that any program with whole logits needs, which holds every
@@ -818,7 +825,7 @@ def peak_bytes(
         sum_dtype, stored = size.sum_dtypes(accum)
         head_elements = math.prod(size.head_shape)
         head_bytes = head_elements * stored.itemsize
-        plain_end += head_bytes + sum(each.logits_bytes for each in heads)
+        plain_end += head_bytes + sum(each.logits_bytes for each in heads) * (2 if cut else 1)
         shared = sum(each.owner == owner for each in sizes) > 1
         held = keeps_logits(size, device_type, accum, shared=shared)
         if stored == sum_dtype or (rows >= size.num_rows and not shared):

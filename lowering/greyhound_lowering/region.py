@@ -640,7 +640,8 @@ def reduce_rest(graph: fx.Graph, node: Any, rest: fx.Node, dtype: torch.dtype) -
 
 # A region's peak may be at most this share of what whole logits hold at the least. Measured on an
 # H200 with two heads of V=128256 and D=4096: at N=4096, where the two are level, mixed distillation
-# took 1.18 times plain torch.compile's time and DPO 1.34 times, at no less memory.
+# took 1.03 times plain torch.compile's time at no less memory; where the backward has to project
+# once more (N > 2 D) it is a product in four on top.
 MOST_SHARE_OF_PEAK = 0.8
 
 
@@ -714,7 +715,7 @@ class _Emitter:
     def _check_pays(self) -> None:
         """Decline where a chunk and the sums over chunks hold hardly less than whole logits.
 
-        A region is slower than the graph it replaces, 1.2 to 1.35 times on an H200
+        A region is slower than the graph it replaces, 1.03 to 1.25 times on an H200
         (docs/performance.md, "Rewritten models"): only memory can pay for it. Whoever sets
         ``min_logits_bytes`` has decided that himself.
         """
@@ -728,6 +729,7 @@ class _Emitter:
             self._device().type,
             self.settings.grad_weight_accum_dtype,
             self.settings.chunk_size,
+            cut=bool(self.proved.space),
         )
         if chunked > MOST_SHARE_OF_PEAK * plain:
             raise Declined(

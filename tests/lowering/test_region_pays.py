@@ -44,6 +44,12 @@ def test_peak_of_a_region(num_rows: int, accum: str, at_least: float, at_most: f
     assert plain == max(2 * logits, logits + 128256 * 4096 * 2)
 
 
+def test_peak_of_a_slice_of_the_rows() -> None:
+    # DPO at 4096 rows: 1.96 GiB against 2.93 measured (3004 MiB).
+    chunked, plain = row_region.peak_bytes([head(4096)], "cuda", "fp32", None, cut=True)
+    assert [each / GIB for each in (chunked, plain)] == pytest.approx([1.96, 2.94], abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "teacher", "rows"),
     [
