@@ -304,6 +304,18 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     return hint if isinstance(hint, int) else None
 
 
+def guard_or_no(condition: bool | torch.SymBool) -> bool:
+    """A condition on sizes as a guard; False where one of them is known at run time only.
+
+    Degrades to a guard, which such a size refuses.
+    """
+    try:
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+    except ImportError:
+        return bool(condition)
+    return bool(guard_or_false(condition))
+
+
 def static_size(size: int | torch.SymInt) -> int | None:
     """A size as a number if it is one in every run, without adding a guard; else None.
 

@@ -31,6 +31,7 @@ def chunked_linear_log_probs(
     return_argmax: Literal[False] = False,
     chunk_size: int | None = None,
     grad_weight_accum_dtype: str = "fp32",
+    keep_logits: bool | None = None,
 ) -> Tensor: ...
 
 
@@ -50,6 +51,7 @@ def chunked_linear_log_probs(
     return_argmax: bool = False,
     chunk_size: int | None = None,
     grad_weight_accum_dtype: str = "fp32",
+    keep_logits: bool | None = None,
 ) -> Tensor | LogProbs: ...
 
 
@@ -68,6 +70,7 @@ def chunked_linear_log_probs(
     return_argmax: bool = False,
     chunk_size: int | None = None,
     grad_weight_accum_dtype: str = "fp32",
+    keep_logits: bool | None = None,
 ) -> Tensor | LogProbs:
     """Log-probability of ``target`` under ``softmax(input @ weight.T + bias)``, in row chunks.
 
@@ -97,6 +100,11 @@ def chunked_linear_log_probs(
             does not depend on it beyond rounding.
         grad_weight_accum_dtype: ``"fp32"`` sums the chunks' contributions to ``grad_weight`` in
             float32; ``"weight"`` in the dtype of the weight, which saves one fp32 ``[V, D]``.
+        keep_logits: Whether the logits of all rows are kept for the backward, which then has no
+            need to project once more, a product in four, and writes their gradient over them. None
+            keeps them on CUDA where they take no more memory than the backward's float32 sum over
+            chunks would (``N <= 2 D`` in bf16): the peak of a step is the same. Only where
+            ``weight`` needs a gradient, and not under `torch.func`.
 
     Returns:
         Log-probabilities ``[...]`` in nats, never positive, in fp32 (fp64 for fp64 input); with any
@@ -116,12 +124,13 @@ def chunked_linear_log_probs(
         ForwardModeError: Under forward-mode differentiation.
 
     Note:
-        Memory above the inputs: two or three numbers per row from forward to backward, one chunk of
+        Memory above the inputs: two or three numbers per row from forward to backward (and the
+        logits where ``keep_logits`` says so, in place of the sum and the chunk below), one chunk of
         logits (at most 512 MiB on CUDA when ``weight`` needs a gradient, or as much as its fp32
         accumulator's final cast takes; 160 MiB when only others do; 128 MiB without gradients) and
         the gradients themselves. A tensor that needs no gradient costs no buffer and no product.
-        The backward projects once more. No host synchronisation; capturable in a CUDA graph;
-        deterministic for a given GPU and shape.
+        The backward projects once more, unless the logits are kept. No host synchronisation;
+        capturable in a CUDA graph; deterministic for a given GPU and shape.
     """
     # What the op's schema would refuse in its own words, or read requires_grad of, before the op.
     validation.check_projection(input, weight, bias)
@@ -140,12 +149,16 @@ def chunked_linear_log_probs(
     ):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
+    linear_log_probs.check_keep_logits(keep_logits)
     fixed_temperature, per_row = split_temperature(temperature, target)
     grad_mode = torch.is_grad_enabled()
     call: Callable[..., Any] = torch.ops.greyhound.linear_log_probs
     if not torch.compiler.is_compiling() and torch_private.functorch_is_active():
         call = linear_log_probs.OP.functorch_call
-    log_probs, entropy, lse, argmax, _ = call(
+    keeps = grad_mode and weight.requires_grad and call is torch.ops.greyhound.linear_log_probs
+    if keeps and keep_logits is None:
+        keep_logits = linear_log_probs.keeps_logits(input, weight, grad_weight_accum_dtype)
+    log_probs, entropy, lse, argmax, *_ = call(
         input,
         weight,
         target,
@@ -165,6 +178,7 @@ def chunked_linear_log_probs(
         grad_mode and weight.requires_grad,
         grad_mode and bias is not None and bias.requires_grad,
         grad_mode and per_row is not None and per_row.requires_grad,
+        keeps and bool(keep_logits),
     )
     if not (return_entropy or return_lse or return_argmax):
         return log_probs  # type: ignore[no-any-return]

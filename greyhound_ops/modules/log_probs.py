@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from greyhound_ops import functional, validation
 from greyhound_ops.functional import LogProbs
-from greyhound_ops.ops.linear_log_probs import check_temperature
+from greyhound_ops.ops.linear_log_probs import check_keep_logits, check_temperature
 
 __all__ = ["ChunkedLinearLogProbs"]
 
@@ -27,6 +27,7 @@ class ChunkedLinearLogProbs(nn.Module):
         return_argmax: Whether to return the classes of the largest logits.
         chunk_size: Rows per chunk, or None.
         grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``.
+        keep_logits: Whether logits are kept for the backward, or None.
 
     Raises:
         ValueError: An option outside its range, at construction.
@@ -44,6 +45,7 @@ class ChunkedLinearLogProbs(nn.Module):
         return_argmax: bool = False,
         chunk_size: int | None = None,
         grad_weight_accum_dtype: str = "fp32",
+        keep_logits: bool | None = None,
     ) -> None:
         super().__init__()
         if isinstance(temperature, Tensor):
@@ -66,6 +68,8 @@ class ChunkedLinearLogProbs(nn.Module):
         self.return_argmax = return_argmax
         self.chunk_size = chunk_size
         self.grad_weight_accum_dtype = grad_weight_accum_dtype
+        check_keep_logits(keep_logits)
+        self.keep_logits = keep_logits
 
     def forward(
         self,
@@ -94,6 +98,7 @@ class ChunkedLinearLogProbs(nn.Module):
             return_argmax=self.return_argmax,
             chunk_size=self.chunk_size,
             grad_weight_accum_dtype=self.grad_weight_accum_dtype,
+            keep_logits=self.keep_logits,
         )
 
     def extra_repr(self) -> str:

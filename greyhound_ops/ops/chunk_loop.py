@@ -185,6 +185,24 @@ def backward_budget(
     return chunking.Budget(same, same, same)
 
 
+def empty_kept(input: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Room for the logits of all rows as the loop lays them out: ``[..., padded V]``.
+
+    Args:
+        input: ``[..., D]``.
+        num_classes: V.
+        dtype: Of the logits.
+
+    Returns:
+        Memory without values but for the padding, which is zeros: what an op returns is a value.
+    """
+    padded = padded_classes(num_classes, dtype)
+    made = input.new_empty((*input.shape[:-1], padded), dtype=dtype)
+    if padded != num_classes:
+        made[..., num_classes:].zero_()
+    return made
+
+
 def empty(like: Tensor) -> Tensor:
     """What stands for a gradient that was not asked for."""
     return like.new_empty(0)

@@ -106,6 +106,19 @@ def _scale_by_kernel(values: Tensor, factor: Tensor) -> bool:
 _scaled_by_kernel = kernel_failures.guarded("the scale of a gradient", _scale_by_kernel)
 
 
+def to_write_over(kept: Tensor) -> Tensor:
+    """What a forward has kept for its backward, to be written over: itself, or a copy.
+
+    Whoever keeps the graph comes for it once more; so may a replay of what is captured here,
+    however often. A backward that failed on its way may be called again too: autograd then says
+    that what it saved has been modified.
+    """
+    if torch_private.graph_is_kept() or torch_private.is_capturing():
+        return kept.clone()
+    torch.autograd.graph.increment_version(kept)
+    return kept
+
+
 def scaled(stored: Tensor, factor: Tensor, dtype: torch.dtype, may_overwrite: bool) -> Tensor:
     """``stored * factor`` in ``dtype``, multiplied in the statistics' dtype.
 

@@ -2,7 +2,9 @@
 
 Each row has an upstream gradient of its own for each of three outputs, which only the backward
 knows. So the forward keeps statistics per row and nothing else, and the backward, one opaque op,
-projects the chunks once more. The operators per chunk serve `greyhound_ops.ops.logits` as well.
+projects the chunks once more; or, with ``keep_logits``, the forward keeps the logits of all rows,
+over which the backward writes their gradient. The operators per chunk serve
+`greyhound_ops.ops.logits` as well.
 
 The file holds, in this order: schemas, operators on a chunk, implementations, fakes, autograd,
 flops, registration.
@@ -17,15 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greyhound_ops import validation
+from greyhound_ops import torch_private, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import gradients
+from greyhound_ops.ops import chunk_loop, gradients, kernel_failures
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
+    ChunkMemory,
     GradientNeeds,
     backward_budget,
     empty,
     empty_grad_weight,
+    empty_kept,
+    keeping_is_less,
+    padded_classes,
 )
 from greyhound_ops.ops.gradients import use_triton
 from greyhound_ops.ops.linear_cross_entropy import statistics_rows
@@ -41,8 +47,9 @@ OP = Op(
     "float? softcap=None, bool return_entropy=False, bool return_lse=False, "
     "bool return_argmax=False, SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
-    "bool need_grad_bias=False, bool need_grad_temperature=False"
-    ") -> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor argmax, Tensor statistics)",
+    "bool need_grad_bias=False, bool need_grad_temperature=False, bool keep_logits=False"
+    ") -> (Tensor log_probs, Tensor entropy, Tensor lse, Tensor argmax, Tensor statistics, "
+    "Tensor kept)",
 )
 OP_BACKWARD = Op(
     "linear_log_probs_backward("
@@ -52,7 +59,7 @@ OP_BACKWARD = Op(
     "float fixed_temperature=1.0, int ignore_index=-100, float logit_scale=1.0, "
     "float? softcap=None, SymInt? chunk_size=None, str grad_weight_accum_dtype='fp32', "
     "ScalarType? compute_dtype=None, bool need_grad_input=False, bool need_grad_weight=False, "
-    "bool need_grad_bias=False, bool need_grad_temperature=False"
+    "bool need_grad_bias=False, bool need_grad_temperature=False, Tensor? kept=None"
     ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_temperature)",
 )
 
@@ -94,6 +101,12 @@ class LogitsOptions:
             return self.inverse_temperature
         temperature = temperature.to(dtype)
         return torch.where(temperature > 0.0, self.inverse_temperature / temperature, torch.nan)
+
+
+def check_keep_logits(keep_logits: object) -> None:
+    """Check the option of that name."""
+    if keep_logits is not None and not isinstance(keep_logits, bool):
+        raise TypeError(f"keep_logits: expected a bool or None, got {keep_logits!r}")
 
 
 def check_temperature(
@@ -429,7 +442,38 @@ def _exponentials(loop: ChunkLoop, labels: Tensor, options: LogitsOptions, every
     )
 
 
-def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def keeps_logits(input: Tensor, weight: Tensor, accum: str) -> bool:
+    """Whether a forward does best to keep its logits for a backward that wants ``grad_weight``.
+
+    Where those of all rows take no more than the float32 sum that the backward would make chunk by
+    chunk: it then needs neither that sum nor a second projection, a product in four. On a number of
+    rows that is a symbol the answer is a guard, on one without a value it is no.
+
+    Args:
+        input: ``[..., D]``.
+        weight: ``[V, D]``.
+        accum: ``"fp32"`` or ``"weight"``.
+    """
+    dtype, device_type = weight.dtype, weight.device.type
+    if accum != "fp32" or dtype not in (torch.bfloat16, torch.float16) or input.dtype != dtype:
+        return False
+    if not (device_type == "cuda" or chunk_loop.KEEPS_GRADIENT_ON_CPU):
+        return False
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != dtype:
+        return False
+    num_rows = math.prod(input.shape[:-1])
+    shape = weight.shape[0], weight.shape[1]
+    return torch_private.guard_or_no(keeping_is_less(num_rows, shape, dtype, torch.float32))
+
+
+def _empty_kept(call: Any, compute_dtype: torch.dtype) -> Tensor:
+    """Room for the logits of all rows, as `ChunkLoop` lays them out; empty if they are not kept."""
+    if not call.keep_logits:
+        return empty(call.input)
+    return empty_kept(call.input, call.weight.shape[0], compute_dtype)
+
+
+def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = OP.named(args, kwargs)
     needs, options, compute_dtype = _check(call)
     input, weight, target = call.input, call.weight, call.target
@@ -446,6 +490,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     log_probs = input.new_empty(num_rows, dtype=dtype)
     statistics = input.new_empty((2 + call.return_entropy, num_rows), dtype=dtype)
     argmax = input.new_empty(num_rows if call.return_argmax else 0, dtype=torch.int64)
+    kept = _empty_kept(call, compute_dtype)
     loop = ChunkLoop(
         rows,
         weight,
@@ -463,11 +508,12 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
             compute_dtype,
             call.grad_weight_accum_dtype,
         ),
+        chunk=ChunkMemory(kept) if call.keep_logits else None,
     )
     every_row = call.return_entropy or call.return_lse or call.return_argmax
     source = None
     # Not with a gradient to come, which is made from rounded logits: see `backward_budget`.
-    differentiable = needs or call.need_grad_temperature
+    differentiable = needs or call.need_grad_temperature or call.keep_logits
     if not (differentiable or temperature is not None or call.return_entropy or call.return_argmax):
         source = _exponentials(loop, labels, options, every_row)
     if source is not None:
@@ -490,7 +536,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
                 temperature=None if temperature is None else temperature[start:stop],
                 options=options,
                 every_row=every_row,
-                may_overwrite=True,
+                may_overwrite=not call.keep_logits,
             )
     loop.finish()
 
@@ -508,6 +554,7 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
         lse,
         shaped(argmax) if call.return_argmax else argmax,
         statistics.reshape(statistics.shape[0], *target.shape),
+        kept,
     )
 
 
@@ -533,6 +580,17 @@ def _backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     grad_temperature = None
     if call.need_grad_temperature:
         grad_temperature = input.new_empty(num_rows, dtype=dtype)
+    # Not a second time, where a kernel has failed behind chunks that were written over.
+    projected = call.kept is not None and not kernel_failures.pytorch_only()
+    memory = None
+    if projected:
+        expected = [*target.shape, padded_classes(weight.shape[0], compute_dtype)]
+        if list(call.kept.shape) != expected or call.kept.dtype != compute_dtype:
+            raise ValueError(
+                f"kept: expected shape {expected} of {compute_dtype}, as the forward returned it, "
+                f"got {list(call.kept.shape)} of {call.kept.dtype}"
+            )
+        memory = ChunkMemory(gradients.to_write_over(call.kept))
     loop = ChunkLoop(
         rows,
         weight,
@@ -542,9 +600,12 @@ def _backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,  # the upstream gradient brings its own scale, a GradScaler's for one
+        chunk=memory,
+        may_keep_gradient=projected,
     )
+    del memory  # or it would outlive the loop's part of it, into the final cast
     for start, stop in loop.spans():
-        logits = loop.project(start, stop)
+        logits = loop.buffer(start, stop) if projected else loop.project(start, stop)
         grad_logits = backward_rows(
             logits,
             logits if needs else None,
@@ -572,7 +633,7 @@ def _backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 # --------------------------------------------------------------------------------------- fakes
 
 
-def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = OP.named(args, kwargs)
     _, _, compute_dtype = _check(call)
     dtype = statistics_dtype(compute_dtype)
@@ -588,6 +649,7 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         made(call.return_lse),
         made(call.return_argmax, torch.int64),
         call.input.new_empty((2 + call.return_entropy, *shape), dtype=dtype),
+        _empty_kept(call, compute_dtype),
     )
 
 
@@ -607,21 +669,23 @@ def _fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, T
 
 _OPERANDS = ("input", "weight", "bias", "temperature")
 _READ_AGAIN = ("input", "weight", "target", "bias", "temperature")
-_OPTIONS = OP_BACKWARD.arguments[9:]
+_OPTIONS = OP_BACKWARD.arguments[9:-1]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = dict(zip(OP.arguments, inputs, strict=True))
     check_flags(ctx, OP, call, _OPERANDS)
-    _, entropy, lse, argmax, statistics = output
+    _, entropy, lse, argmax, statistics, kept = output
     unasked = [
         value for name, value in (("entropy", entropy), ("lse", lse)) if not call[f"return_{name}"]
     ]
-    ctx.mark_non_differentiable(argmax, statistics, *unasked)
+    ctx.mark_non_differentiable(argmax, statistics, kept, *unasked)
     # An output that nobody used sends None, and its part of the gradient is left out.
     ctx.set_materialize_grads(False)
     ctx.options = {name: call[name] for name in _OPTIONS}
-    ctx.save_for_backward(*(call[name] for name in _READ_AGAIN), statistics)
+    ctx.save_for_backward(
+        *(call[name] for name in _READ_AGAIN), statistics, kept if call["keep_logits"] else None
+    )
 
 
 def _autograd_backward(
@@ -633,10 +697,10 @@ def _autograd_backward(
 ) -> tuple[Any, ...]:
     if grad_log_probs is None and grad_entropy is None and grad_lse is None:
         return (None,) * len(OP.arguments)
-    input, weight, target, bias, temperature, statistics = ctx.saved_tensors
+    input, weight, target, bias, temperature, statistics, kept = ctx.saved_tensors
     made = OP_BACKWARD.inner_call(
         input, weight, target, statistics, grad_log_probs, grad_entropy, grad_lse, bias,
-        temperature, *ctx.options.values(),
+        temperature, *ctx.options.values(), kept,
     )  # fmt: skip
     return in_order(
         OP,
@@ -662,7 +726,8 @@ def _flops_backward(
     # Which gradients were made is read off the outputs: one that was not asked for is empty.
     grad_input, grad_weight = out_shape[:2]
     made = int(grad_input == input_shape) + int(len(grad_weight) > 1)
-    return product_flops(input_shape, weight_shape) * (1 + made)
+    kept = OP_BACKWARD.named((input_shape, weight_shape, *args), kwargs).kept
+    return product_flops(input_shape, weight_shape) * (made + (kept is None))
 
 
 # -------------------------------------------------------------------------------- registration

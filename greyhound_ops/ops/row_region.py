@@ -46,6 +46,7 @@ from greyhound_ops.ops.chunk_loop import (
     defers_division,
     empty,
     empty_grad_weight,
+    empty_kept,
     keeping_is_less,
     padded_classes,
     stored_bias_dtype,
@@ -463,8 +464,7 @@ class _Head:
         """Room for the logits of all rows, as `ChunkLoop` lays them out; empty if not kept."""
         if not self.kept:
             return empty(self.input)
-        padded = padded_classes(self.weight.shape[0], self.compute_dtype)
-        return self.input.new_empty((self.input.shape[0], padded), dtype=self.compute_dtype)
+        return empty_kept(self.input, self.weight.shape[0], self.compute_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1114,10 +1114,7 @@ def _backward_rows(*args: Any, **kwargs: Any) -> list[Tensor]:
     with _own_modes(region.heads[0].input.device.type):
         upstream = [each.contiguous() for each in call.grad_outputs]
         kept = list(call.kept) or [empty(each.input) for each in region.heads]
-        if torch_private.graph_is_kept() or torch_private.is_capturing():
-            # Their gradient is written over them. Whoever keeps the graph comes for them once more;
-            # so may a replay of what is captured here, however often.
-            kept = [each.clone() for each in kept]
+        kept = [gradients.to_write_over(each) for each in kept]  # by their gradient
         # No factor for fp16: the upstream brings a GradScaler's own.
         loops = _Loops(region, _chunk_rows(region), spare_fp16=False, kept=kept, projected=True)
         del kept

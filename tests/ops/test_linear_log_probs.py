@@ -21,6 +21,8 @@ from greyhound_ops.errors import (
 )
 from greyhound_ops.functional import LogProbs, chunked_linear_log_probs
 from greyhound_ops.modules import ChunkedLinearLogProbs
+from greyhound_ops.ops import chunk_loop
+from greyhound_ops.ops.linear_log_probs import keeps_logits
 from greyhound_ops.testing import assert_within_budget, peak_memory
 from log_prob_samples import (
     CASES,
@@ -52,7 +54,9 @@ by_case = pytest.mark.parametrize("case", CASES)
 @by_case
 def test_options(case: str, dtype: torch.dtype, device: torch.device) -> None:
     wanted, options = CASES[case]
-    check(make_sample(dtype=dtype, device=device, **wanted), only_ours={"chunk_size": 5}, **options)
+    sample = make_sample(dtype=dtype, device=device, **wanted)
+    for keeps in (False, True):
+        check(sample, only_ours={"chunk_size": 5, "keep_logits": keeps}, **options)
 
 
 @pytest.mark.fault("B08", "B68")
@@ -96,12 +100,16 @@ def test_what_is_asked_for(asked: tuple[str, ...], device: torch.device) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("chunk_size", [1, 6, 12, 100, None])
 def test_chunk_sizes(chunk_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    check(make_sample(12, dtype=dtype, device=device), only_ours={"chunk_size": chunk_size})
+    for keeps in (False, True):
+        ours = {"chunk_size": chunk_size, "keep_logits": keeps}
+        check(make_sample(12, dtype=dtype, device=device), only_ours=ours)
 
 
 @pytest.mark.parametrize("frozen", SUBSETS, ids=lambda names: "+".join(names) or "nothing")
 def test_frozen(frozen: tuple[str, ...], device: torch.device) -> None:
-    check(make_sample(device=device), frozen=frozen, only_ours={"chunk_size": 4})
+    for keeps in (False, True):
+        ours = {"chunk_size": 4, "keep_logits": keeps}
+        check(make_sample(device=device), frozen=frozen, only_ours=ours)
 
 
 @pytest.mark.fault("B01", "B04")
@@ -348,12 +356,13 @@ def test_accumulation(dtype: torch.dtype, accum: str, device: torch.device) -> N
 # ------------------------------------------------------------------------------ autograd contract
 
 
-def test_retained_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["projected-again", "kept"])
+def test_retained_graph(keeps: bool, device: torch.device) -> None:
     sample = make_sample(device=device)
     leaves = [getattr(sample, name).detach().requires_grad_() for name in OPERANDS]
     outputs = chunked_linear_log_probs(
         leaves[0], leaves[1], sample.target, leaves[2], temperature=leaves[3],
-        return_entropy=True, chunk_size=4,
+        return_entropy=True, chunk_size=4, keep_logits=keeps,
     )  # fmt: skip
     loss = outputs.log_probs.sum() + outputs.entropy.sum()
     zero, first, once, second = (
@@ -619,6 +628,8 @@ OP_SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "float64": ({"dtype": torch.float64}, {"fixed_temperature": 0.5, **EVERYTHING}),
     "products-in-bfloat16": ({}, {"compute_dtype": torch.bfloat16, "return_entropy": True}),
+    "kept": ({"dtype": torch.bfloat16}, {"keep_logits": True, "chunk_size": 5, **EVERYTHING}),
+    "kept-no-rows": ({"rows": 0}, {"keep_logits": True}),
 }
 
 
@@ -646,12 +657,16 @@ def test_opcheck_of_the_backward(case: str, names: tuple[str, ...]) -> None:
     wanted, options = OP_SAMPLES[case]
     sample = make_sample(**wanted)
     arguments = {name: value for name, value in options.items() if not name.startswith("return")}
-    outputs = OPS.linear_log_probs(*vars(sample).values(), return_entropy=True, **arguments)
+    *outputs, statistics, kept = OPS.linear_log_probs(
+        *vars(sample).values(), return_entropy=True, **arguments
+    )
+    if arguments.pop("keep_logits", False):
+        arguments["kept"] = kept
     upstreams = make_upstreams(outputs[0], names)
     torch.library.opcheck(
         OPS.linear_log_probs_backward.default,
         (
-            sample.input, sample.weight, sample.target, outputs[-1], *upstreams.values(),
+            sample.input, sample.weight, sample.target, statistics, *upstreams.values(),
             sample.bias, sample.temperature,
         ),
         {**arguments, **{f"need_grad_{name}": True for name in sample.operands}},
@@ -749,6 +764,13 @@ def test_flops(in_backward: bool) -> None:
         if in_backward:
             out.sum().backward()
     assert counter.get_total_flops() == product * (4 if in_backward else 1)
+    with FlopCounterMode(display=False) as counter:
+        out = chunked_linear_log_probs(
+            sample.input, sample.weight, sample.target % 10, keep_logits=True
+        )
+        if in_backward:
+            out.sum().backward()
+    assert counter.get_total_flops() == product * (3 if in_backward else 1)
 
 
 # --------------------------------------------------------------------------------------- memory
@@ -779,13 +801,88 @@ def test_peak_memory_and_products(needs: tuple[str, ...], device: torch.device) 
     assert allowed < ROWS * CLASSES * 4, "the logits would pass unnoticed"
     assert peak.bytes <= allowed
 
+    gradients = len(set(needs) & {"input", "weight"})
+    assert products(step) == ROWS // CHUNK * (1 + bool(needs) + gradients)
+
+
+def products(function: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    products = sum(
+        function()
+    return sum(
         event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm")
     )
-    gradients = len(set(needs) & {"input", "weight"})
-    assert products == ROWS // CHUNK * (1 + bool(needs) + gradients)
+
+
+def train_half(rows: int, hidden: int = 64, **options: Any) -> Callable[[], Any]:
+    """A step in bf16 with 96 classes."""
+    sample = make_sample(rows, hidden, 96, dtype=torch.bfloat16, bias=False, temperature=False)
+    upstreams = make_upstreams(sample.target, ("log_probs",))
+    return lambda: run(chunked_linear_log_probs, sample, upstreams, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        (128, {}, 3),
+        (128, {"keep_logits": False}, 4),
+        (129, {}, 4),  # N > 2 D: a sum takes less
+        (129, {"keep_logits": True}, 3),
+        (128, {"grad_weight_accum_dtype": "weight"}, 4),
+        (128, {"frozen": ("weight",)}, 3),  # projected again, but for one gradient
+        (128, {"frozen": ("input",)}, 2),
+    ],
+    ids=str,
+)
+def test_logits_are_kept_where_a_sum_takes_more(
+    rows: int, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    assert products(train_half(rows, **options)) == expected
+
+
+def test_logits_are_not_kept_for_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    half, single = (torch.ones(8, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert keeps_logits(half, half, "fp32")
+    assert not keeps_logits(single, single, "fp32")  # no cast at the end, and no sum to be spared
+    with torch.autocast("cpu", torch.float16):
+        assert not keeps_logits(half, half, "fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert keeps_logits(half, half, "fp32")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_kept_logits_compile_once_on_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(head(), backend=counter, dynamic=True, fullgraph=True)
+    counts = []
+    for rows in (24, 100, 128, 129, 200, 60):
+        sample = make_sample(rows, 64, 96, dtype=torch.bfloat16, bias=False, temperature=False)
+        upstreams = make_upstreams(sample.target, ("log_probs",))
+        assert_equal(
+            run(compiled, sample, upstreams), run(head(), sample, upstreams), rtol=0.02, atol=0.02
+        )
+        counts.append(counter.frame_count)
+    assert [count - counts[0] for count in counts] == [0, 0, 0, 1, 1, 1]
+
+
+def test_peak_memory_with_kept_logits(device: torch.device) -> None:
+    """All logits and one chunk beside them: no sum, and no second ``[N, V]``."""
+    sample = make_sample(ROWS, 256, CLASSES, dtype=torch.bfloat16, device=device)
+    upstreams = make_upstreams(sample.target, ("log_probs",))
+
+    def step() -> None:
+        run(chunked_linear_log_probs, sample, upstreams, chunk_size=CHUNK, keep_logits=True)
+
+    step()
+    with peak_memory(device) as peak:
+        step()
+    kept = ROWS * CLASSES * 2
+    chunk = 0 if device.type == "cuda" else 4 * CHUNK * CLASSES * 4
+    sums = 0 if device.type == "cuda" else sample.weight.numel() * 4  # they are kept on CUDA alone
+    allowed = kept + chunk + sums + sum(getattr(sample, name).nbytes for name in sample.operands)
+    assert peak.bytes <= allowed + 80 * ROWS + 24 * CLASSES + 2**16
 
 
 def test_plain_torch_would_need_more(device: torch.device) -> None:

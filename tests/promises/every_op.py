@@ -81,11 +81,15 @@ def _cross_entropy(**options: Any) -> Callable[..., Tensor]:
     return call
 
 
-def _log_probs(step: Step, **common: Any) -> Tensor:
-    result = functional.chunked_linear_log_probs(
-        step.input, step.weight, step.target, step.bias, return_entropy=True, **common
-    )
-    return (result.log_probs * 0.5 - result.entropy.square()).mean()
+def _log_probs(**options: Any) -> Callable[..., Tensor]:
+    def call(step: Step, **common: Any) -> Tensor:
+        result = functional.chunked_linear_log_probs(
+            step.input, step.weight, step.target, step.bias, return_entropy=True, **options,
+            **common,
+        )  # fmt: skip
+        return (result.log_probs * 0.5 - result.entropy.square()).mean()
+
+    return call
 
 
 def _distillation(**options: Any) -> Callable[..., Tensor]:
@@ -152,7 +156,8 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "cross-entropy": _cross_entropy(),
     "cross-entropy-by-row": _cross_entropy(reduction="none", z_loss=1e-2),
     "cross-entropy-lse": _cross_entropy(return_lse=True, label_smoothing=0.1),
-    "log-probs": _log_probs,
+    "log-probs": _log_probs(),
+    "log-probs-kept": _log_probs(keep_logits=True),
     "distillation": _distillation(),
     "distillation-by-row": _distillation(reduction="none", divergence="kl"),
     "loss": _loss,
@@ -164,8 +169,8 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "grpo": _grpo,
 }
 
-#: Those that hold a chunk of logits.
-CHUNKED = {name: call for name, call in OPS.items() if name != "logits"}
+#: Those that hold no more than a chunk of logits.
+CHUNKED = {name: call for name, call in OPS.items() if name not in ("logits", "log-probs-kept")}
 
 
 def train(name: str, step: Step, **common: Any) -> list[Tensor]:

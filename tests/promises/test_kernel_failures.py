@@ -20,6 +20,7 @@ LAUNCHES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "cross-entropy": (cross_entropy, ("cross_entropy_kernel",)),
     "cross-entropy-by-row": (cross_entropy, ("cross_entropy_kernel",)),
     "log-probs": (log_probs, ("log_probs_kernel", "log_probs_backward_kernel")),
+    "log-probs-kept": (log_probs, ("log_probs_kernel", "log_probs_backward_kernel")),
     "distillation": (distillation, ("distillation_kernel",)),
     "multi-token": (cross_entropy, ("cross_entropy_kernel",)),
     "logits": (cross_entropy, ("cross_entropy_kernel",)),
@@ -148,13 +149,17 @@ def test_a_failure_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_the_backward_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Statistics of Triton's forward, read by PyTorch's backward.
-    wanted = in_pytorch("log-probs")
-    kernel = Broken(out_of_resources)
+@pytest.mark.parametrize("name", ["log-probs", "log-probs-kept"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_the_backward_alone_fails(name: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Statistics of Triton's forward, read by PyTorch's backward; logits that the first chunks have
+    # written over are projected again.
+    wanted = in_pytorch(name)
+    kernel = Broken(out_of_resources, after)
+    kernel.kernel = log_probs.log_probs_backward_kernel
     monkeypatch.setattr(log_probs, "log_probs_backward_kernel", kernel)
     with pytest.warns(RuntimeWarning, match="log_probs_backward"):
-        result = train("log-probs", make_step())
+        result = train(name, make_step())
     for one, other in zip(result, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from greyhound_ops import functional
-from greyhound_ops.ops import kernel_failures
+from greyhound_ops.ops import kernel_failures, linear_log_probs
 from promises.every_op import OPS, Step, assert_same, make_step, train
 
 #: Places to fail at, of each op: spread over all that it does.
@@ -87,6 +87,29 @@ def test_out_of_memory_anywhere(name: str) -> None:
             assert grad.eq(3.0).all()
         assert state() == before
     assert_same(train(name, step), wanted)
+
+
+def test_a_backward_that_failed_half_way_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kept logits are half logits and half their gradient."""
+    leaves = make_step().fresh()
+    loss = OPS["log-probs-kept"](leaves, chunk_size=6)
+    inner, chunks = linear_log_probs.backward_rows, []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        chunks.append(inner(*args, **options))
+        if len(chunks) == 2:
+            raise torch.OutOfMemoryError("in the second chunk")
+        return chunks[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_log_probs, "backward_rows", failing)
+        with pytest.raises(torch.OutOfMemoryError, match="in the second chunk"):
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|second time"):
+        loss.backward()
+    assert all(leaf.grad is None for leaf in leaves.leaves())
 
 
 def test_memory_is_free_after_a_failure() -> None:
