@@ -27,9 +27,10 @@ class PeakMemory:
 def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
     """Measure the peak of live tensor memory in a block.
 
-    On CUDA this reads the caching allocator's own statistics. On the CPU it adds up every
-    allocation and release that torch's allocator reports to the profiler, temporaries inside
-    operators and compiled graphs included.
+    On CUDA this reads the caching allocator's own statistics of what was requested of it; what it
+    handed out may be up to 1 MiB more per tensor, as the blocks it has left over happen to be. On
+    the CPU it adds up every allocation and release that torch's allocator reports to the profiler,
+    temporaries inside operators and compiled graphs included.
 
     Args:
         device: Whose memory to measure.
@@ -42,10 +43,11 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
         yield peak
         torch.cuda.synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+        after = torch.cuda.memory_stats(device)
+        peak.bytes = after["requested_bytes.all.peak"] - before
         return
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         yield peak

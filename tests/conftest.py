@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from interpreter import repair_interpreter
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -18,6 +21,9 @@ if not HAS_CUDA:
 # A kernel that fails is to fail the test: the fallback would hide it behind right results. Before
 # the first import of greyhound_ops, which reads it.
 os.environ.setdefault("GREYHOUND_KERNEL_FAILURE", "raise")
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    repair_interpreter()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are the parallelism; threads of their own would fight over the same cores.

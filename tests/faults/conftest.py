@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-from interpreter import repair_interpreter
-
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    repair_interpreter()
 
 
 @pytest.fixture(autouse=True, scope="package")

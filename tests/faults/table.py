@@ -54,13 +54,14 @@ Beside the faults:
 - **Random graphs** for the rewrite: `tests/lowering/test_region_fuzz.py`; 600 graphs with a seed of
   their own: none wrong, none rewritten whose heads all mix rows.
 - **Promises** (`tests/promises`): out of memory inside a chunk, failing callables, deterministic
-  runs, retained graphs, threads, forks, scalers, graphs, two devices.
+  runs, retained graphs, threads, forks, scalers, graphs, two devices. All tests marked `gpu` on a
+  machine of two H200s at commit 9d95e4b: 3008 passed, none failed, and none skipped for want of a
+  second device.
 - **Versions**: [a page of their own](versions.md).
 - **compute-sanitizer** on an H200 (`tests/sanitizer/run.sh`: every kernel, every pair of options,
   odd shapes, outputs filled with a NaN of its own pattern): 657 launches under every tool, in three
-  processes a tool, whose closing lines are the same. That was at commit e275d04; the kernels of
-  cross entropy and of exponentials have changed since, which the tests on the GPU have seen and the
-  tools have not.
+  processes a tool, whose closing lines are the same. At commit 9d95e4b; no kernel has changed
+  since.
 
   | tool | closing line |
   | --- | --- |

@@ -7,13 +7,7 @@ import os
 import pytest
 import torch
 
-from interpreter import repair_interpreter
-
 pytest.importorskip("triton", reason="needs triton")
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    repair_interpreter()
 
 
 @pytest.fixture(autouse=True)
