@@ -113,15 +113,36 @@ def padded_classes(num_classes: int, compute_dtype: torch.dtype) -> int:
 
 
 def keeping_is_less(
-    num_rows: int,
+    num_rows: Any,
     weight_shape: tuple[int, ...],
+    device_type: str,
+    *,
+    weight_dtype: torch.dtype,
     compute_dtype: torch.dtype,
-    accum_dtype: torch.dtype,
-) -> bool:
-    """Whether the logits gradient of all rows takes no more than a sum over chunks."""
+    accum: str,
+) -> Any:
+    """Whether logits of all rows, or their gradient, take no more than a sum over chunks.
+
+    Args:
+        num_rows: N, or a symbol.
+        weight_shape: ``[V, D]``.
+        device_type: ``"cuda"`` or any other.
+        weight_dtype: Of the head.
+        compute_dtype: Of the products and the logits.
+        accum: ``"fp32"`` or ``"weight"``.
+
+    Returns:
+        A bool, or a condition on symbols. False where they would not take the sum's place: on the
+        CPU, and where the sum itself is the gradient.
+    """
+    sum_dtype = accumulator_dtype(weight_dtype, compute_dtype, accum)
+    if not stored_weight_dtype(weight_dtype, compute_dtype, accum) == compute_dtype != sum_dtype:
+        return False
+    if not (device_type == "cuda" or KEEPS_GRADIENT_ON_CPU):
+        return False
     num_classes, hidden = weight_shape
     kept = num_rows * padded_classes(num_classes, compute_dtype) * compute_dtype.itemsize
-    return kept <= num_classes * hidden * accum_dtype.itemsize
+    return kept <= num_classes * hidden * sum_dtype.itemsize
 
 
 def _budget_bytes(
@@ -383,9 +404,14 @@ class ChunkLoop:
             may_keep_gradient
             and needs.weight
             and not (single or shared_sums or live)
-            and self._stored_dtype == compute_dtype != accum_dtype
-            and (input.is_cuda or KEEPS_GRADIENT_ON_CPU)
-            and keeping_is_less(self.num_rows, weight.shape, compute_dtype, accum_dtype)
+            and keeping_is_less(
+                self.num_rows,
+                weight.shape,
+                input.device.type,
+                weight_dtype=weight.dtype,
+                compute_dtype=compute_dtype,
+                accum=accum,
+            )
         )
         if live:
             self._keeps_low = not single and accum == "fp32" and self._stored_dtype == compute_dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from greyhound_ops import torch_private, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import chunk_loop, gradients, kernel_failures
+from greyhound_ops.ops import gradients, kernel_failures
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     ChunkMemory,
@@ -454,16 +454,19 @@ def keeps_logits(input: Tensor, weight: Tensor, accum: str) -> bool:
         weight: ``[V, D]``.
         accum: ``"fp32"`` or ``"weight"``.
     """
-    dtype, device_type = weight.dtype, weight.device.type
-    if accum != "fp32" or dtype not in (torch.bfloat16, torch.float16) or input.dtype != dtype:
-        return False
-    if not (device_type == "cuda" or chunk_loop.KEEPS_GRADIENT_ON_CPU):
-        return False
-    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != dtype:
-        return False
-    num_rows = math.prod(input.shape[:-1])
-    shape = weight.shape[0], weight.shape[1]
-    return torch_private.guard_or_no(keeping_is_less(num_rows, shape, dtype, torch.float32))
+    compute_dtype, device_type = input.dtype, weight.device.type
+    if torch.is_autocast_enabled(device_type):
+        compute_dtype = torch.get_autocast_dtype(device_type)
+    return torch_private.guard_or_no(
+        keeping_is_less(
+            math.prod(input.shape[:-1]),
+            (weight.shape[0], weight.shape[1]),
+            device_type,
+            weight_dtype=weight.dtype,
+            compute_dtype=compute_dtype,
+            accum=accum,
+        )
+    )
 
 
 def _empty_kept(call: Any, compute_dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from greyhound_ops import chunking, torch_private, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import chunk_loop, gradients
+from greyhound_ops.ops import gradients
 from greyhound_ops.ops.chunk_loop import (
     ChunkMemory,
     GradientNeeds,
@@ -849,14 +849,17 @@ def keeps_logits(size: HeadSize, device_type: str, accum: str, *, shared: bool) 
         accum: ``"fp32"`` or ``"weight"``.
         shared: Whether other projections of the region have the same head.
     """
-    sum_dtype, stored = size.sum_dtypes(accum)
     if not size.needs_weight or shared:
         return False
-    if not (device_type == "cuda" or chunk_loop.KEEPS_GRADIENT_ON_CPU):
-        return False
-    fits = stored == size.compute_dtype != sum_dtype
-    return fits and bool(
-        keeping_is_less(size.num_rows, size.head_shape, size.compute_dtype, sum_dtype)
+    return bool(
+        keeping_is_less(
+            size.num_rows,
+            size.head_shape,
+            device_type,
+            weight_dtype=size.weight_dtype,
+            compute_dtype=size.compute_dtype,
+            accum=accum,
+        )
     )
 
 
