@@ -911,6 +911,26 @@ def _spans(num_rows: int, rows: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*starts, num_rows])) if starts else []
 
 
+def _out_of_the_way(made: _Made, logits: list[Tensor]) -> None:
+    """Copy what a chunk has left in the memory of its logits, but for a gradient over its own.
+
+    An output may be a view of logits; and Inductor may put the gradient of one argument where the
+    logits of another were. A gradient that is folded, and the next chunk, write over them.
+    """
+    memory = {each.untyped_storage().data_ptr() for each in logits}
+
+    def is_there(each: Tensor) -> bool:
+        return each.untyped_storage().data_ptr() in memory
+
+    made.outputs = [each.clone() if is_there(each) else each for each in made.outputs]
+    for index, grad in enumerate(made.grads):
+        if grad is None or not is_there(grad):
+            continue
+        own = logits[index] if index < len(logits) else None
+        if own is None or grad.data_ptr() != own.data_ptr() or grad.stride() != own.stride():
+            made.grads[index] = grad.clone()
+
+
 class _Loops:
     """The loops of all projections over the same rows, and the arguments of the body.
 
@@ -991,13 +1011,16 @@ class _Loops:
             # Tensors of inference mode cannot be saved for a derivative.
             others = [each.clone() if each.is_inference() else each for each in others]
         rows = len(call.row_args)
+        logits = self._logits(start, stop)
         made = _run_chunk(
             call.body,
             plan,
-            [self._logits(start, stop), others[:rows], others[rows:]],
+            [logits, others[:rows], others[rows:]],
             [each[start:stop] for each in upstream],
             scale,
         )
+        _out_of_the_way(made, logits)
+        del logits
         for index, loop in enumerate(self.loops):
             grad, made.grads[index] = made.grads[index], None
             if not loop.needs:

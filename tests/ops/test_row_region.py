@@ -109,6 +109,32 @@ def learned(logits: Any, row_args: Any, whole_args: Any, wide: torch.dtype) -> l
     return [-log_p * (1 - log_p.exp()).detach() * row_args[1], log_p]
 
 
+# The gradient of either factor is made of the other: of two logits, and of logits and a row.
+PRODUCT = """
+def body(logits, row_args, whole_args):
+    other = [*logits, *row_args][1]
+    return [torch.ops.aten.sum.dim_IntList(torch.ops.aten.mul.Tensor(logits[0], other), [1])]
+"""
+
+
+def product(logits: Any, row_args: Any, whole_args: Any, wide: torch.dtype) -> list[Tensor]:
+    return [(logits[0] * [*logits, *row_args][1]).sum(1)]
+
+
+# Outputs that lie in the logits' own memory.
+VIEWS = """
+def body(logits, row_args, whole_args):
+    z = torch.ops.prims.convert_element_type.default(logits[0], WIDE)
+    one = torch.ops.aten.select.int(logits[0], 1, 3)
+    some = torch.ops.aten.slice.Tensor(logits[0], 1, 2, 5)
+    return [torch.ops.aten.logsumexp.default(z, [1]), one, some]
+"""
+
+
+def views(logits: Any, row_args: Any, whole_args: Any, wide: torch.dtype) -> list[Tensor]:
+    return [logits[0].to(wide).logsumexp(1), logits[0][:, 3], logits[0][:, 2:5]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A body, the same in plain torch, and what its tensors look like."""
@@ -136,6 +162,9 @@ CASES = {
         LEARNED, learned, weighted=(True, False), rows=("target", "weight"),
         whole=("scale", "prior"),
     ),
+    "product": Case(PRODUCT, product, hidden=(8, 8), has_bias=(False, False)),
+    "product_with_a_row": Case(PRODUCT, product, has_bias=(False,), rows=("dense",)),
+    "views": Case(VIEWS, views, has_bias=(False,), weighted=(True, True, False)),
 }  # fmt: skip
 CLASSES = 11
 
@@ -680,6 +709,19 @@ def test_compiled_chunk_makes_nothing_wide(fresh_compiler: None) -> None:
     nothing = outputs[0].isnan()
     assert nothing[3]
     assert nothing.sum() == 1
+
+
+@by_way
+@pytest.mark.parametrize("name", ["product", "product_with_a_row", "views"])
+def test_nothing_is_lost_in_the_memory_of_logits(
+    name: str, way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    # 16 classes of bf16 are dense rows, in whose place a compiled body writes gradients.
+    row_region._compiled_chunk.cache_clear()
+    region = make_region(name, 13, classes=16, dtype=torch.bfloat16, device=device, hidden=16)
+    for choice in ("compiled", "eager"):
+        with config.override(region_body=choice), kept_gradients(monkeypatch):
+            compare(region, WAYS[way], chunk_size=5)
 
 
 def test_body_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
