@@ -48,6 +48,18 @@ def graph_is_kept() -> bool:
     return True if query is None else bool(query())
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's memory: ``cdata`` tells it from others, ``expired()`` its end.
+
+    Degrades to None.
+    """
+    try:
+        from torch.multiprocessing.reductions import StorageWeakRef
+    except ImportError:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def is_plain_eager(tensor: torch.Tensor) -> bool:
     """Whether a tensor is real and nothing is tracing, so that its memory may be touched directly.
 
@@ -403,8 +415,16 @@ def autograd_in_op() -> Iterator[None]:
             exclude = exclude.add(each)
     include = torch._C._dispatch_tls_local_include_set()
     guard = torch._C._ForceDispatchKeyGuard(include, exclude)
-    with guard, torch.enable_grad(), without_compiled_autograd():
+    with guard, torch.enable_grad(), without_compiled_autograd(), without_saved_tensors_hooks():
         yield
+
+
+def without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """What autograd saves here is nobody else's to pack, count or take to another device.
+
+    A checkpoint without reentrance counts what a forward saves and compares it with its second run.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
@@ -593,6 +613,11 @@ def compile_traced(
         graph.graph.eliminate_dead_code()
         # Inductor's joint passes are left out. They look for attention and products, which take a
         # quarter of a second to set up, and split a softmax with a temperature into more loops.
+        # Inductor's cache knows a graph by its code and not by what may be written over.
+        for index, node in enumerate(_placeholders(graph)[1 : 1 + donated]):
+            node._rename(f"donated_{index}")
+            node.target = node.name
+        graph.recompile()
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep strides
         options = {"triton.cudagraphs": False, **options}
@@ -614,6 +639,10 @@ def compile_traced(
         return not guards or bool(holds(guards, [number]))
 
     return compiled, serves
+
+
+def _placeholders(graph: Any) -> list[Any]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def is_capturing() -> bool:

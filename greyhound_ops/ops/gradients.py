@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -106,14 +107,33 @@ def _scale_by_kernel(values: Tensor, factor: Tensor) -> bool:
 _scaled_by_kernel = kernel_failures.guarded("the scale of a gradient", _scale_by_kernel)
 
 
-def to_write_over(kept: Tensor) -> Tensor:
-    """What a forward has kept for its backward, to be written over: itself, or a copy.
+# Memory that a backward has written over, by `torch_private.storage_reference`.
+_written_over: dict[int, Any] = {}
+_written_over_lock = threading.Lock()
+
+
+def to_write_over(kept: Tensor) -> Tensor | None:
+    """What a forward has kept for its backward, to be written over: itself, a copy, or nothing.
 
     Whoever keeps the graph comes for it once more; so may a replay of what is captured here,
-    however often. A backward that failed on its way may be called again too: autograd then says
-    that what it saved has been modified.
+    however often: they get a copy. A backward that failed on its way may be called again: autograd
+    then says that what it saved has been modified.
+
+    Another backward may come for the same memory unseen by autograd: of an equal call that
+    AOTAutograd has merged with this one, of the next sample of a batch of gradients, of a second
+    derivation inside one graph. It gets None and has to make the values again.
     """
-    if torch_private.graph_is_kept() or torch_private.is_capturing():
+    reference = torch_private.storage_reference(kept)
+    keeps = reference is None or torch_private.graph_is_kept() or torch_private.is_capturing()
+    with _written_over_lock:
+        # The reference keeps the number from being given to other memory while it is here.
+        for number in [each for each, ref in _written_over.items() if ref.expired()]:
+            del _written_over[number]
+        if reference is not None and reference.cdata in _written_over:
+            return None
+        if not keeps and kept.numel():
+            _written_over[reference.cdata] = reference
+    if keeps:
         return kept.clone()
     torch.autograd.graph.increment_version(kept)
     return kept

@@ -593,7 +593,9 @@ def _backward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
                 f"kept: expected shape {expected} of {compute_dtype}, as the forward returned it, "
                 f"got {list(call.kept.shape)} of {call.kept.dtype}"
             )
-        memory = ChunkMemory(gradients.to_write_over(call.kept))
+        mine = gradients.to_write_over(call.kept)
+        projected, memory = mine is not None, None if mine is None else ChunkMemory(mine)
+        del mine
     loop = ChunkLoop(
         rows,
         weight,

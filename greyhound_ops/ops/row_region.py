@@ -1139,8 +1139,10 @@ def _backward_rows(*args: Any, **kwargs: Any) -> list[Tensor]:
     call = region.call
     with _own_modes(region.heads[0].input.device.type):
         upstream = [each.contiguous() for each in call.grad_outputs]
-        kept = list(call.kept) or [empty(each.input) for each in region.heads]
-        kept = [gradients.to_write_over(each) for each in kept]  # by their gradient
+        kept = [empty(each.input) for each in region.heads]
+        for index, each in enumerate(call.kept):
+            mine = gradients.to_write_over(each) if each.dim() == 2 else None
+            kept[index] = kept[index] if mine is None else mine
         # No factor for fp16: the upstream brings a GradScaler's own.
         loops = _Loops(region, _chunk_rows(region), spare_fp16=False, kept=kept, projected=True)
         del kept

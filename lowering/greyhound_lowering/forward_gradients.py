@@ -122,7 +122,12 @@ def coefficients(
         return list(torch.autograd.grad(result, leaves, one, allow_unused=True))
 
     try:
-        with mode, torch.enable_grad(), torch_private.without_compiled_autograd():
+        with (
+            mode,
+            torch.enable_grad(),
+            torch_private.without_compiled_autograd(),
+            torch_private.without_saved_tensors_hooks(),
+        ):
             graph = make_fx(derivative, tracing_mode="real")(*examples).graph
     except Exception:
         return None  # the backward makes the gradients then, as it can for everything

@@ -294,3 +294,48 @@ def test_logits_are_not_kept_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.compile(Pairs(), backend=backend)(*inputs)
     torch.compile(Model(), backend=backend)(torch.randn(B, T, D), torch.randint(V, (B, T)))
     assert [node.kwargs["keep_logits"] for node in backend.region_nodes] == [[], [], []]
+
+
+def test_equal_regions_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd makes one forward of both, whose kept logits two backwards then share."""
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    torch.manual_seed(0)
+    x = torch.randn(24, 32).bfloat16()
+    y, old = torch.randint(96, (24,)), torch.randn(2, 24)
+    results = []
+    for compiles, dtype in ((True, x.dtype), (False, x.dtype), (False, torch.float64)):
+        module = Pairs().to(dtype)
+
+        def loss(x: Tensor, module: nn.Module = module) -> Tensor:
+            return module(x, y, old[0]) + module(x, y, old[1])
+
+        backend = Backend(chunk_size=5)
+        leaf = x.clone().to(dtype).requires_grad_()
+        (torch.compile(loss, backend=backend) if compiles else loss)(leaf).backward()
+        if compiles:
+            assert [node.kwargs["keep_logits"] for node in backend.region_nodes] == [[True]] * 2
+        results.append((leaf.grad, module.head.weight.grad))
+    for got, expected, true in zip(*results, strict=True):
+        assert_within_budget("gradient", got, expected, true, slack=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Model, Pairs])
+def test_a_checkpoint_around_the_first_call(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is differentiated while a graph is rewritten is nothing that the checkpoint saves."""
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", True)
+    torch.manual_seed(0)
+    inputs = {
+        Model: (torch.randn(B, T, D), torch.randint(V, (B, T))),
+        Pairs: (torch.randn(24, 32).bfloat16(), torch.randint(96, (24,)), torch.randn(24)),
+    }[kind]
+    grads = []
+    for compiles in (True, False):
+        module = kind()
+        function = torch.compile(module, backend=Backend()) if compiles else module
+        leaf = inputs[0].clone().requires_grad_()
+        checkpoint(function, leaf, *inputs[1:], use_reentrant=False).backward()
+        grads.append([leaf.grad, *(each.grad for each in module.parameters())])
+    torch.testing.assert_close(*grads)
+    assert_region()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from greyhound_ops.errors import (
 )
 from greyhound_ops.functional import LogProbs, chunked_linear_log_probs
 from greyhound_ops.modules import ChunkedLinearLogProbs
-from greyhound_ops.ops import chunk_loop
+from greyhound_ops.ops import chunk_loop, gradients
 from greyhound_ops.ops.linear_log_probs import keeps_logits
 from greyhound_ops.testing import assert_within_budget, peak_memory
 from log_prob_samples import (
@@ -375,6 +376,56 @@ def test_retained_graph(keeps: bool, device: torch.device) -> None:
         torch.testing.assert_close(a, 3.0 * c, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["projected-again", "kept"])
+def test_a_batch_of_gradients(keeps: bool, device: torch.device) -> None:
+    # The backward runs once a sample, on one set of kept logits.
+    sample = make_sample(device=device)
+    leaves = [getattr(sample, name).detach().requires_grad_() for name in OPERANDS]
+    log_probs = chunked_linear_log_probs(
+        leaves[0], leaves[1], sample.target, leaves[2], temperature=leaves[3], chunk_size=4,
+        keep_logits=keeps,
+    )  # fmt: skip
+    upstreams = torch.randn(3, *log_probs.shape, device=device)
+    singly = [torch.autograd.grad(log_probs, leaves, each, retain_graph=True) for each in upstreams]
+    batched = torch.autograd.grad(log_probs, leaves, upstreams, is_grads_batched=True)
+    for made, expected in zip(batched, zip(*singly, strict=True), strict=True):
+        torch.testing.assert_close(made, torch.stack(expected))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("keeps", [False, True], ids=["projected-again", "kept"])
+def test_equal_calls_in_one_graph(keeps: bool, device: torch.device) -> None:
+    # AOTAutograd makes one call of both, whose kept logits two backwards then share.
+    sample = make_sample(device=device, temperature=False)
+
+    def loss(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        first, second = (
+            chunked_linear_log_probs(
+                input, weight, sample.target, bias, chunk_size=4, keep_logits=keeps
+            )
+            for _ in range(2)
+        )
+        return first.exp().sum() + second.square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (loss, compiled):
+        leaves = [getattr(sample, name).clone().requires_grad_() for name in OPERANDS[:3]]
+        results.append(torch.autograd.grad(function(*leaves), leaves))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_nothing_is_remembered_of_kept_logits_that_are_gone(device: torch.device) -> None:
+    sample = make_sample(device=device)
+    for _ in range(3):
+        run(chunked_linear_log_probs, sample, make_upstreams(sample.target, ("log_probs",)),
+            keep_logits=True)  # fmt: skip
+    gc.collect()
+    assert gradients.to_write_over(torch.empty(0)) is not None  # looks for what is gone
+    assert not gradients._written_over
 
 
 @pytest.mark.parametrize("name", OPERANDS)

@@ -467,3 +467,30 @@ def test_nothing_else_is_written_over(device: torch.device) -> None:
     assert run is not None
     run()
     assert torch.equal(logits, before)
+
+
+def crossed(groups: Groups) -> list[list[Tensor | None]]:
+    """Of each of two tensors something made of the other."""
+    first, second = [each for group in groups for each in group]
+    return [[second * 2.0], [first * 3.0]]
+
+
+def test_a_cached_graph_writes_over_what_is_donated_alone(
+    device: torch.device, fresh_compiler: None
+) -> None:
+    # The same graph of two donated tensors and of one must not be one entry of Inductor's cache.
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        both = RowCompiler(crossed, (True,), donates=True)
+        run = both.compiled([[*torch.ones(2, 40, 32, device=device)]])
+        assert run is not None
+        run()
+        one = RowCompiler(crossed, (True, True), donates=True)
+        mine, callers = torch.ones(2, 40, 32, device=device).unbind()
+        run = one.compiled([[mine], [callers]])
+        assert run is not None
+        ((doubled,), (tripled,)) = run()
+        assert callers.eq(1.0).all()
+        assert doubled is not None
+        assert doubled.eq(2.0).all()
+        assert tripled is not None
+        assert tripled.eq(3.0).all()
