@@ -415,7 +415,7 @@ def autograd_in_op() -> Iterator[None]:
             exclude = exclude.add(each)
     include = torch._C._dispatch_tls_local_include_set()
     guard = torch._C._ForceDispatchKeyGuard(include, exclude)
-    with guard, torch.enable_grad(), without_compiled_autograd(), without_saved_tensors_hooks():
+    with guard, torch.enable_grad(), without_compiled_autograd():
         yield
 
 
@@ -423,6 +423,7 @@ def without_saved_tensors_hooks() -> AbstractContextManager[Any]:
     """What autograd saves here is nobody else's to pack, count or take to another device.
 
     A checkpoint without reentrance counts what a forward saves and compares it with its second run.
+    Not around transforms of ``torch.func``, which refuse to run under hooks.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 

@@ -268,6 +268,17 @@ def _eager_chunk(
     scale: Tensor | None,
 ) -> _Made:
     """A chunk operator by operator, differentiated by autograd."""
+    with torch_private.without_saved_tensors_hooks():
+        return _differentiated_chunk(body, plan, arguments, upstream, scale)
+
+
+def _differentiated_chunk(
+    body: _Body,
+    plan: _Plan,
+    arguments: list[list[Tensor]],
+    upstream: list[Tensor],
+    scale: Tensor | None,
+) -> _Made:
     wants = iter(plan.wants)
     # The op's tensors may require grad where it was called; here only those wanted do.
     arguments = [

@@ -368,7 +368,9 @@ def compare(
             continue
         if name == "total" and dtype.itemsize < 4:
             continue  # a sum of rounded rows is near the truth by luck alone; they are judged
-        slack = SLACK[dtype] if name.startswith("grad_") else min(SLACK[dtype], 1e-6)
+        # A value of 8 or 11 bits, as a gradient is, is rounded as its logits happen to be.
+        rounded = name.startswith("grad_") or value.dtype.itemsize < 4
+        slack = SLACK[dtype] if rounded else min(SLACK[dtype], 1e-6)
         assert_within_budget(name, value, other, expected, slack=slack)
     return made
 
@@ -718,10 +720,10 @@ def test_nothing_is_lost_in_the_memory_of_logits(
 ) -> None:
     # 16 classes of bf16 are dense rows, in whose place a compiled body writes gradients.
     row_region._compiled_chunk.cache_clear()
-    region = make_region(name, 13, classes=16, dtype=torch.bfloat16, device=device, hidden=16)
+    region = make_region(name, 100, classes=16, dtype=torch.bfloat16, device=device, hidden=64)
     for choice in ("compiled", "eager"):
         with config.override(region_body=choice), kept_gradients(monkeypatch):
-            compare(region, WAYS[way], chunk_size=5)
+            compare(region, WAYS[way], chunk_size=40)
 
 
 def test_body_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
