@@ -28,6 +28,7 @@ import greyhound_lowering
 import greyhound_ops
 from greyhound_lowering import report as report_module
 from greyhound_ops import torch_private
+from greyhound_ops.ops import gradients
 
 ROOT = Path(greyhound_ops.__file__).parents[1]
 
@@ -704,6 +705,57 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(compiled_autograd, "_disable")
     with torch_private.without_compiled_autograd():
         pass
+
+
+@without(torch_private.without_saved_tensors_hooks)
+def _(patch: pytest.MonkeyPatch) -> None:
+    # Public names alone: hooks that are around are not called.
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("packed")
+
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        with torch_private.without_saved_tensors_hooks():
+            value = leaf.exp().sum()
+        with pytest.raises(AssertionError, match="packed"):
+            leaf.exp()
+    value.backward()
+    torch.testing.assert_close(leaf.grad, leaf.detach().exp())
+
+
+@without(torch_private.storage_reference)
+def _(patch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(2)
+    reference = torch_private.storage_reference(tensor)
+    assert reference.cdata == torch_private.storage_reference(tensor[1:]).cdata
+    assert reference.cdata != torch_private.storage_reference(torch.ones(2)).cdata
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+    patch.delattr("torch.multiprocessing.reductions.StorageWeakRef")
+    kept = torch.ones(2)
+    assert torch_private.storage_reference(kept) is None
+    # What is not known to be its only reader's is copied.
+    copy = gradients.to_write_over(kept)
+    assert copy is not None
+    assert copy.data_ptr() != kept.data_ptr()
+
+
+@without(torch_private.guard_or_no)
+def _(patch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    shapes, source = ShapeEnv(), ConstantSource("rows")
+    rows = shapes.create_symintnode(
+        shapes.create_symbol(7, source, DimDynamic.DYNAMIC), hint=7, source=source
+    )
+    assert torch_private.guard_or_no(True)
+    assert torch_private.guard_or_no(rows < 11)
+    assert not torch_private.guard_or_no(rows < 5)
+    assert not torch_private.guard_or_no(shapes.create_unbacked_symint() < 11)
+    patch.delattr("torch.fx.experimental.symbolic_shapes.guard_or_false")
+    assert torch_private.guard_or_no(rows < 10)
 
 
 @without(torch_private.reset_cuda_graphs)
