@@ -103,8 +103,9 @@ def chunked_linear_log_probs(
         keep_logits: Whether the logits of all rows are kept for the backward, which then has no
             need to project once more, a product in four, and writes their gradient over them. None
             keeps them on CUDA where they take no more memory than the backward's float32 sum over
-            chunks would (``N <= 2 D`` in bf16): the peak of a step is the same. Only where
-            ``weight`` needs a gradient, and not under `torch.func`.
+            chunks would (``N <= 2 D`` in bf16): the peak of a step is the same, but for several
+            calls before one backward, which hold theirs together. Only where ``weight`` needs a
+            gradient, and not under `torch.func`.
 
     Returns:
         Log-probabilities ``[...]`` in nats, never positive, in fp32 (fp64 for fp64 input); with any
