@@ -11,7 +11,6 @@ import importlib
 import re
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -612,20 +611,21 @@ def compile_traced(
             ):
                 return None
         graph.graph.eliminate_dead_code()
-        # Inductor's joint passes are left out. They look for attention and products, which take a
-        # quarter of a second to set up, and split a softmax with a temperature into more loops.
         # Inductor's cache knows a graph by its code and not by what may be written over.
-        for index, node in enumerate(_placeholders(graph)[1 : 1 + donated]):
+        places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for index, node in enumerate(places[1 : 1 + donated]):
             node._rename(f"donated_{index}")
             node.target = node.name
         graph.recompile()
+        # Inductor's joint passes are left out. They look for attention and products, which take a
+        # quarter of a second to set up, and split a softmax with a temperature into more loops.
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep strides
         options = {"triton.cudagraphs": False, **options}
         with config.patch(options), without_compiled_autograd():
             if donated:
                 # As AOTAutograd tells of what a forward saved for its backward alone.
-                TracingContext.get().fw_metadata = types.SimpleNamespace(  # type: ignore[assignment]
+                TracingContext.get().fw_metadata = SimpleNamespace(  # type: ignore[assignment]
                     bw_donated_idxs=list(range(1, 1 + donated)), static_input_indices=[]
                 )
             compiled = compile_fx_inner(
@@ -640,10 +640,6 @@ def compile_traced(
         return not guards or bool(holds(guards, [number]))
 
     return compiled, serves
-
-
-def _placeholders(graph: Any) -> list[Any]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def is_capturing() -> bool:

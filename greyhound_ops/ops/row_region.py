@@ -268,23 +268,13 @@ def _eager_chunk(
     scale: Tensor | None,
 ) -> _Made:
     """A chunk operator by operator, differentiated by autograd."""
-    with torch_private.without_saved_tensors_hooks():
-        return _differentiated_chunk(body, plan, arguments, upstream, scale)
-
-
-def _differentiated_chunk(
-    body: _Body,
-    plan: _Plan,
-    arguments: list[list[Tensor]],
-    upstream: list[Tensor],
-    scale: Tensor | None,
-) -> _Made:
     wants = iter(plan.wants)
     # The op's tensors may require grad where it was called; here only those wanted do.
     arguments = [
         [each.detach().requires_grad_(next(wants)) for each in group] for group in arguments
     ]
-    outputs = _outputs_of(body, *arguments)
+    with torch_private.without_saved_tensors_hooks():
+        outputs = _outputs_of(body, *arguments)
     chosen = _chosen(outputs, upstream, plan)
     detached = [each.detach() for each in outputs] if plan.outputs else []
     total = _weighted_sum([each.detach() for each in chosen], upstream, plan)
@@ -760,14 +750,9 @@ def _row_bytes(size: HeadSize, device_type: str, *, held: bool) -> int:
 
 def _chunk_row_bytes(sizes: list[HeadSize], device_type: str, accum: str) -> int:
     """Bytes of a row of a chunk of all projections."""
-    owners = [size.owner for size in sizes]
+    kept = keeps_logits(sizes, device_type, accum)
     return sum(
-        _row_bytes(
-            size,
-            device_type,
-            held=keeps_logits(size, device_type, accum, shared=owners.count(size.owner) > 1),
-        )
-        for size in sizes
+        _row_bytes(size, device_type, held=held) for size, held in zip(sizes, kept, strict=True)
     )
 
 
@@ -829,6 +814,7 @@ def peak_bytes(
     rows = _rows_of(sizes, device_type, accum, chunk_size, wants=wants)
     sums = stored_bytes = plain_end = 0
     chunk = rows * _chunk_row_bytes(sizes, device_type, accum)
+    kept = keeps_logits(sizes, device_type, accum)
     learning = [size for size in sizes if size.needs_weight]
     for owner in dict.fromkeys(size.owner for size in learning):
         heads = [size for size in learning if size.owner == owner]
@@ -838,7 +824,7 @@ def peak_bytes(
         head_bytes = head_elements * stored.itemsize
         plain_end += head_bytes + sum(each.logits_bytes for each in heads) * (2 if cut else 1)
         shared = sum(each.owner == owner for each in sizes) > 1
-        held = keeps_logits(size, device_type, accum, shared=shared)
+        held = kept[owner]
         if stored == sum_dtype or (rows >= size.num_rows and not shared):
             sums += head_bytes + (size.logits_bytes if held else 0)
             continue
@@ -848,30 +834,34 @@ def peak_bytes(
     return sums + max(chunk, stored_bytes), plain
 
 
-def keeps_logits(size: HeadSize, device_type: str, accum: str, *, shared: bool) -> bool:
-    """Whether a forward without coefficients does best to keep a projection's logits.
+def keeps_logits(sizes: list[HeadSize], device_type: str, accum: str) -> list[bool]:
+    """For each projection whether a forward without coefficients does best to keep its logits.
 
     Where the logits of all rows take no more than the float32 sum that the backward would make
-    chunk by chunk: it then needs neither that sum nor a second projection, a product in four.
+    chunk by chunk: it then needs neither that sum nor a second projection, a product in four. Not
+    where two projections have one head, whose gradients are one sum.
 
     Args:
-        size: Of the projection; with symbols the answer is a guard on them.
+        sizes: Of all projections of the region; with symbols the answer is a guard on them.
         device_type: ``"cuda"`` or any other.
         accum: ``"fp32"`` or ``"weight"``.
-        shared: Whether other projections of the region have the same head.
     """
-    if not size.needs_weight or shared:
-        return False
-    return bool(
-        keeping_is_less(
-            size.num_rows,
-            size.head_shape,
-            device_type,
-            weight_dtype=size.weight_dtype,
-            compute_dtype=size.compute_dtype,
-            accum=accum,
+    owners = [size.owner for size in sizes]
+    return [
+        size.needs_weight
+        and owners.count(size.owner) == 1
+        and bool(
+            keeping_is_less(
+                size.num_rows,
+                size.head_shape,
+                device_type,
+                weight_dtype=size.weight_dtype,
+                compute_dtype=size.compute_dtype,
+                accum=accum,
+            )
         )
-    )
+        for size in sizes
+    ]
 
 
 def _chunk_rows(region: _Region) -> int:

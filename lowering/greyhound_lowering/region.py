@@ -779,11 +779,7 @@ class _Emitter:
         if sizes is None:
             return []
         accum, device = self.settings.grad_weight_accum_dtype, self._device().type
-        owners = [size.owner for size in sizes]
-        kept = [
-            row_region.keeps_logits(size, device, accum, shared=owners.count(size.owner) > 1)
-            for size in sizes
-        ]
+        kept = row_region.keeps_logits(sizes, device, accum)
         return kept if any(kept) else []
 
     def _check_cuts(self) -> None:
