@@ -92,6 +92,12 @@ def stored_bias_dtype(bias_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(bias_dtype, torch.float32)
 
 
+# A sum over chunks in two bf16 halves is read and written once a chunk, whatever D: 11% of a step
+# at 2048 rows, 5% at 4096 (docs/performance.md, "Heads of few hidden units").
+LIVE_ROWS = 4096
+LIVE_BYTES = 1280 * chunking.MIB
+
+
 def row_bytes(
     num_classes: int, compute_dtype: torch.dtype, device_type: str, beside: float = 0.0
 ) -> int:
@@ -165,9 +171,9 @@ def _budget_bytes(
         if device_type == "cuda":
             accumulator_bytes = weight.numel() * accum_dtype.itemsize
         if live:
-            # A sum in two halves is read and written once a chunk, 0.4 to 1.1 ms of 9 at 2048 rows
-            # (docs/performance.md, "Sums over chunks"): chunks as large as the two halves.
-            cast_bytes = weight.numel() * 2 * stored_dtype.itemsize
+            # Chunks as large as the two halves; of LIVE_ROWS, where those are small.
+            wanted = LIVE_ROWS * row_bytes(weight.shape[0], compute_dtype, device_type)
+            cast_bytes = max(weight.numel() * 2 * stored_dtype.itemsize, min(wanted, LIVE_BYTES))
     return chunking.chunk_budget_bytes(
         device_type,
         need_grad_weight=needs.weight,
@@ -267,6 +273,18 @@ def _accumulate(out: Tensor, left: Tensor, right: Tensor, first: bool, alpha: fl
             out, left.to(out.dtype), right.to(out.dtype), beta=0 if first else 1, alpha=alpha,
             out=out,
         )  # fmt: skip
+
+
+def class_parts(num_classes: int, compute_dtype: torch.dtype, device_type: str) -> list[slice]:
+    """Columns of logits that one product makes: two parts where their number is odd for cuBLAS.
+
+    Its 16-bit products take five times as long when a size is no multiple of 8, aligned rows or
+    not (docs/performance.md, "Small shapes"): the last few columns have products of their own.
+    """
+    odd = num_classes % 8 if device_type == "cuda" and compute_dtype.itemsize == 2 else 0
+    if odd == 0 or num_classes < 64:
+        return [slice(0, num_classes)]
+    return [slice(0, num_classes - odd), slice(num_classes - odd, num_classes)]
 
 
 def _parts(rows: int, most: int) -> list[slice]:
@@ -436,6 +454,7 @@ class ChunkLoop:
         )
         self._chunk = ChunkMemory() if chunk is None else chunk
         self._num_classes = num_classes
+        self._class_parts = class_parts(num_classes, compute_dtype, input.device.type)
         self._padded = padded_classes(num_classes, compute_dtype)
         held_rows = self.num_rows if self.keeps_gradient else min(self.rows, self.num_rows)
         self._chunk.reserve(held_rows * self._padded)
@@ -468,10 +487,12 @@ class ChunkLoop:
         """Logits ``[stop - start, V]`` of some rows, in the shared buffer."""
         logits = self.buffer(start, stop)
         rows = self._input[start:stop]
-        if self._bias is None:
-            torch.mm(rows, self._weight.t(), out=logits)
-        else:
-            torch.addmm(self._bias, rows, self._weight.t(), out=logits)
+        for part in self._class_parts:
+            out, weight = logits[:, part], self._weight[part]
+            if self._bias is None:
+                torch.mm(rows, weight.t(), out=out)
+            else:
+                torch.addmm(self._bias[part], rows, weight.t(), out=out)
         return logits
 
     def fold(self, start: int, stop: int, grad_logits: Tensor) -> None:
@@ -483,6 +504,11 @@ class ChunkLoop:
             grad_logits: ``[stop - start, V]``, ``gain`` times too large; in the dtype of the
                 products or, where the products accumulate outside the GEMM, in float32.
         """
+        if len(self._class_parts) > 1 and grad_logits.stride(0) % 8 and not self.keeps_gradient:
+            # An odd distance between rows costs cuBLAS as much as an odd number of classes.
+            room = self.buffer(start, stop)
+            if grad_logits.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():
+                grad_logits = room.copy_(grad_logits)
         self.fold_head(start, stop, grad_logits, self.needs)
         if self.keeps_gradient:
             grad_logits = self.buffer(start, stop)  # the other may have lain under it
@@ -512,14 +538,21 @@ class ChunkLoop:
             self._kept_rows += stop - start
         elif sums._accumulator is not None and needs.weight:
             # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.
-            _accumulate(
-                sums._accumulator,
-                grad_logits.t(),
-                self._input[start:stop].to(grad_logits.dtype),
-                not sums._begun,
-                1.0 / self._weight_gain,
-            )
+            rows = self._input[start:stop].to(grad_logits.dtype)
+            self._add_to_head(sums._accumulator, grad_logits, rows, not sums._begun)
             sums._begun = True
+
+    def _add_to_head(self, out: Tensor, grad_logits: Tensor, rows: Tensor, first: bool) -> None:
+        """Add to ``grad_weight``, or write it."""
+        for part in self._class_parts:
+            grad = grad_logits[:, part].t()
+            _accumulate(out[part], grad, rows, first, 1.0 / self._weight_gain)
+
+    def _times_head(self, out: Tensor, factors: Tensor, first: bool, alpha: float) -> None:
+        """``out = (0 if first else out) + alpha * factors @ weight``."""
+        for part in reversed(self._class_parts):  # the few first: what is rounded twice is small
+            _accumulate(out, factors[:, part], self._weight[part], first, alpha)
+            first = False
 
     def fold_input(self, grad_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """Write ``grad_input`` of some rows, or add to it.
@@ -532,12 +565,12 @@ class ChunkLoop:
         grad_logits = grad_logits.to(self._weight.dtype)
         if out.dtype == self._weight.dtype or (out.is_cuda and out.dtype == torch.float32):
             for part in _parts(out.shape[0], self._grad_input_rows):
-                _accumulate(out[part], grad_logits[part], self._weight, first, 1.0 / self.gain)
+                self._times_head(out[part], grad_logits[part], first, 1.0 / self.gain)
             return
         # Rather a [rows, D] temporary than a cast of the whole weight.
         product = grad_logits.new_empty(out.shape)
         # The gain comes off inside the product: fp16 may not hold it with the gain on.
-        _accumulate(product, grad_logits, self._weight, True, 1.0 / self.gain)
+        self._times_head(product, grad_logits, True, 1.0 / self.gain)
         if first:
             out.copy_(product)
         else:
@@ -564,7 +597,7 @@ class ChunkLoop:
                 dtype=torch.float32,
                 device=chunk.device,
             )
-            _accumulate(product, chunk[part], self._weight, True, 1.0)
+            self._times_head(product, chunk[part], True, 1.0)
             finish(rows, part, product, self.grad_input[rows])
 
     def free_chunk(self) -> None:
@@ -578,7 +611,7 @@ class ChunkLoop:
             assert self._kept_rows == self.num_rows, "every row must be folded"
             self._accumulator = empty_grad_weight(self._head, self._stored_dtype)
             kept = self.buffer(0, self.num_rows)
-            _accumulate(self._accumulator, kept.t(), self._input, True, 1.0 / self._weight_gain)
+            self._add_to_head(self._accumulator, kept, self._input, True)
             self._begun = True
             self._head = None
             del kept

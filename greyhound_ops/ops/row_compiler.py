@@ -35,6 +35,9 @@ OPTIONS = {
     # Else a kernel of many registers is compiled once more, outside the compiler's processes and
     # with smaller blocks, 0.4 s of a first step of 9 (docs/performance.md, "Compile time").
     "dynamic_scale_rblock": False,
+    # Rows and classes as two dimensions of a grid: what a row has is then loaded once a block, and
+    # not once a logit (docs/performance.md, "Statistics of a region's rows").
+    "triton.prefer_nd_tiling": True,
 }
 
 Groups = list[list[Tensor]]

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from greyhound_ops import chunking, torch_private, validation
 from greyhound_ops.config import settings
-from greyhound_ops.ops import gradients
+from greyhound_ops.ops import gradients, row_statistics
 from greyhound_ops.ops.chunk_loop import (
     ChunkMemory,
     GradientNeeds,
@@ -115,8 +115,16 @@ def _gather(
 
 
 @functools.cache
-def _function(text: str, *, compiled: bool = False) -> _Body:
-    """The function that a body's source defines; once per process and source."""
+def _function(
+    text: str, *, compiled: bool = False, recorded: tuple[torch.dtype, ...] = ()
+) -> _Body:
+    """The function that a body's source defines; once per process and source.
+
+    Args:
+        text: The source.
+        compiled: Whether it is for ``torch.compile``.
+        recorded: For a compiler that records it once, the dtypes of the logits.
+    """
     # No builtins: what the source may use is what the rewrite writes.
     names: dict[str, Any] = {
         "torch": torch,
@@ -126,10 +134,13 @@ def _function(text: str, *, compiled: bool = False) -> _Body:
         "__builtins__": {},
     }
     source = _CAST.sub("torch.ops.aten.to.dtype(", text)
-    if compiled:
+    if compiled or recorded:
         source = _GATHER.sub("_gather(", source)
         names["_gather"] = _gather
     try:
+        if recorded:
+            source = row_statistics.rewritten(source, recorded)
+            names.update(row_statistics.NAMES)
         code = compile(source, "<greyhound row_region>", "exec")
         exec(code, names)
     except Exception as error:
@@ -373,9 +384,11 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
     """
-    body = _function(text, compiled=True)
+    body = _function(text, recorded=tuple(dtype for _, dtype in heads))
     options = torch_private.known_options(OPTIONS)
-    by_dynamo = torch_private.compile_in_op(_traced_chunk(body, plan), options)
+    by_dynamo = torch_private.compile_in_op(
+        _traced_chunk(_function(text, compiled=True), plan), options
+    )
 
     def traced(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
         *arguments, upstream, scale = groups

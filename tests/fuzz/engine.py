@@ -195,7 +195,7 @@ def rounding_floor(problem: Problem, name: str, truth: Tensor) -> float:
     """
     step = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
     if not name.startswith("grad_"):
-        return 4 * step * problem.terms
+        return 4 * step * problem.terms * truth.numel() ** 0.5  # a norm, of errors per row
     if problem.dtype == torch.float16 and name.startswith("grad_weight") and (
         problem.only_ours.get("grad_weight_accum_dtype") == "weight"
     ):  # fmt: skip

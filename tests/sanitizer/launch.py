@@ -43,6 +43,7 @@ from greyhound_ops.kernels import cross_entropy as cross_entropy_kernels
 from greyhound_ops.kernels import distillation as distillation_kernels
 from greyhound_ops.kernels import exponentials, products
 from greyhound_ops.kernels import log_probs as log_probs_kernels
+from greyhound_ops.kernels import row_statistics as row_statistics_kernels
 from greyhound_ops.kernels import scale as scale_kernels
 
 Options = dict[str, Any]
@@ -443,6 +444,20 @@ def launch_distillation(device: torch.device, options: Options) -> None:
     buffers.check()
 
 
+def launch_row_statistics(device: torch.device, options: Options) -> None:
+    """Maximum and sum of one chunk of logits."""
+    buffers = Buffers(device)
+    rows, classes = 7, options["classes"]
+    logits = buffers.uniform(
+        "logits", rows, classes, dtype=options["dtype"], low=5, high=7,
+        pitch=classes + options["gap"],
+    )  # fmt: skip
+    out = buffers.output("out", 2, rows, pitch=rows + options["gap"])
+    inner = 0.75 if options["inner"] else 1.0
+    row_statistics_kernels.row_statistics(logits, out, inner=inner, tanh=options["tanh"], outer=1.5)
+    buffers.check()
+
+
 def launch_scale(device: torch.device, options: Options) -> None:
     """A gradient times an upstream scalar."""
     buffers = Buffers(device)
@@ -701,6 +716,11 @@ LAUNCHES: dict[str, Launch] = {
             (options["write"] or not options["read"])
             and (options["target"] != "none" or not options["hard"])
         ),
+    ),
+    "row_statistics": Launch(
+        launch_row_statistics,
+        {"classes": CLASSES, "dtype": DTYPES, "gap": (0, 3), "inner": _FLAG, "tanh": _FLAG},
+        lambda options: options["tanh"] or not options["inner"],
     ),
     "scale": Launch(
         launch_scale,
