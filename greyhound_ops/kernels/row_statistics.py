@@ -9,6 +9,10 @@ For a row ``x`` and ``z_j = outer * x_j``, or ``outer * tanh(inner * x_j)``, bot
     log_sum = log(sum_j exp(z_j - z_top))
 """
 
+import contextlib
+import threading
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,6 +78,45 @@ def row_statistics_kernel(
     tl.store(out_ptr + out_stride + row, tl.log(tl.sum(totals * moved, 0)))
 
 
+def _options(num_classes: int, inner: float, tanh: bool) -> dict[str, Any]:
+    block, warps = launch_shape(num_classes, capped=tanh)
+    return {"HAS_INNER": inner != 1.0, "HAS_TANH": tanh, "BLOCK": block, "num_warps": warps}
+
+
+_preparing: list[threading.Thread] = []
+
+
+def prepare(logits: torch.Tensor, *, inner: float, tanh: bool, outer: float) -> None:
+    """Compile for some logits in a thread, while their caller waits for another compiler.
+
+    Half a second of a first step, of which Python itself takes little. `row_statistics` waits for
+    it; what goes wrong here goes wrong there once more.
+
+    Args:
+        logits: ``[C, V]`` on CUDA; may be fake.
+        inner: As for `row_statistics`.
+        tanh: Likewise.
+        outer: Likewise.
+    """
+    num_classes, stride, device = logits.shape[1], logits.stride(0), logits.device
+    dtype = logits.dtype
+    if not hasattr(row_statistics_kernel, "warmup"):  # interpreted
+        return
+
+    def compile_it() -> None:
+        with contextlib.suppress(Exception):
+            torch.cuda.set_device(device)
+            kernel = row_statistics_kernel.warmup(
+                dtype, stride, torch.float32, 1024, num_classes, inner, outer, grid=(1,),
+                **_options(num_classes, inner, tanh),
+            )  # fmt: skip
+            kernel.run  # noqa: B018  loads it
+
+    thread = threading.Thread(target=compile_it, name="greyhound-prepare", daemon=True)
+    _preparing.append(thread)
+    thread.start()
+
+
 def row_statistics(
     logits: torch.Tensor, out: torch.Tensor, *, inner: float, tanh: bool, outer: float
 ) -> None:
@@ -90,7 +133,11 @@ def row_statistics(
     rows, num_classes = logits.shape
     if rows == 0:
         return
-    block, warps = launch_shape(num_classes, capped=tanh)
+    while _preparing:  # a kernel that is half loaded must not be launched
+        thread = _preparing[-1]
+        thread.join()
+        with contextlib.suppress(ValueError):  # another thread was as far
+            _preparing.remove(thread)
     row_statistics_kernel[(rows,)](
         logits,
         logits.stride(0),
@@ -99,8 +146,5 @@ def row_statistics(
         num_classes,
         inner,
         outer,
-        HAS_INNER=inner != 1.0,
-        HAS_TANH=tanh,
-        BLOCK=block,
-        num_warps=warps,
+        **_options(num_classes, inner, tanh),
     )

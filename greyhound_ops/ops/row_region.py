@@ -368,6 +368,9 @@ def _behind(grads: list[Tensor | None], outputs: list[Tensor]) -> list[Tensor | 
 class _Chunk:
     """A function of five groups, the arguments, the upstream and the scale, in two forms.
 
+    Neither makes the weighted sum: one number of few would be a kernel of four variants, timed
+    against each other, and 0.4 s of a first step.
+
     Attributes:
         compiler: By Inductor alone.
         otherwise: By ``torch.compile``.
@@ -384,6 +387,7 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
     The number of rows is a symbol; the vocabularies are not, for Inductor makes better code of a
     known row length. So each of them has a function of its own.
     """
+    plan = dataclasses.replace(plan, total=None, outputs=plan.outputs or plan.total is not None)
     body = _function(text, recorded=tuple(dtype for _, dtype in heads))
     options = torch_private.known_options(OPTIONS)
     by_dynamo = torch_private.compile_in_op(
@@ -393,17 +397,16 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
     def traced(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
         *arguments, upstream, scale = groups
         made = _eager_chunk(body, plan, arguments, upstream, scale[0] if scale else None)
-        total = [] if made.total is None else [made.total]
         heads = len(arguments[0])
         grads = [*_behind(made.grads[:heads], made.outputs), *made.grads[heads:]]
-        return [list(made.outputs), list(total), list(itertools.compress(grads, plan.wants))]
+        return [list(made.outputs), list(itertools.compress(grads, plan.wants))]
 
     def otherwise(groups: list[list[Tensor]]) -> list[list[Tensor | None]]:
         *arguments, upstream, scale = groups
         for each in itertools.chain(arguments[0], arguments[1], upstream):
             torch_private.mark_rows_dynamic(each)
-        outputs, total, made = by_dynamo(arguments, upstream, scale[0] if scale else None)
-        return [outputs, [] if total is None else [total], made]
+        outputs, _, made = by_dynamo(arguments, upstream, scale[0] if scale else None)
+        return [outputs, made]
 
     # The logits of a chunk are nobody's any more once their gradient is made.
     by_row = (True, True, False, True, False)
@@ -452,11 +455,14 @@ def _run_chunk(
         # Past the fallback: what fails here may have written over the logits already.
         if run is not None:
             made = run()
-        outputs, total, wanted = made
+        outputs, wanted = made
+        total = None
+        if plan.total is not None:
+            total = _weighted_sum(_chosen(outputs, upstream, plan), upstream, plan)
     grads: list[Tensor | None] = [None] * len(plan.wants)
     for index, grad in zip(itertools.compress(itertools.count(), plan.wants), wanted, strict=True):
         grads[index] = grad
-    return _Made(outputs, total[0] if total else None, grads)
+    return _Made(outputs if plan.outputs else [], total, grads)
 
 
 # ------------------------------------------------------------------------------ reading of a call

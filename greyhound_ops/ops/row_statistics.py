@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +59,18 @@ def _fake(logits: Tensor, inner: float, tanh: bool, outer: float) -> Tensor:
 
 OP.implement(_implementation, _fake)
 
+# Inductor's own gather would be one more way to index the logits, and in the kernel that writes
+# their gradient a reason not to write it over them.
+AT_OP = Op("logits_at(Tensor logits, Tensor index) -> Tensor")
+
+
+def _logits_at(logits: Tensor, index: Tensor) -> Tensor:
+    """``[C, 1]``: one logit a row; of the nearest class, where there is no such class."""
+    return torch.gather(logits, 1, index.clamp(0, logits.shape[1] - 1))
+
+
+AT_OP.implement(_logits_at, lambda logits, index: logits.new_empty(index.shape))
+
 # --------------------------------------------------------------- what a rewritten body calls
 
 # All take ``x``, float32 ``[C, V]``, and the statistics of its rows as ``[C, 1]``: ``top``, the
@@ -65,18 +79,26 @@ OP.implement(_implementation, _fake)
 
 def _statistics(logits: Tensor, inner: float, tanh: bool, outer: float) -> tuple[Tensor, Tensor]:
     """Maximum of the logits and log of the sum of exponentials, ``[C, 1]`` each."""
+    if logits.is_cuda and gradients.use_triton(logits.dtype, logits.device.type):
+        from greyhound_ops.kernels import row_statistics  # Triton is not there on every platform
+
+        row_statistics.prepare(logits, inner=inner, tanh=tanh, outer=outer)
     top, log_sum = OP.overload(logits.detach(), inner, tanh, outer).unbind(0)
     return top.unsqueeze(1), log_sum.unsqueeze(1)
 
 
-def _at(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` at one class per row, ``[C, 1]``, and whether there is such a class."""
-    inside = (index >= 0) & (index < x.shape[1])
-    return torch.gather(x, 1, torch.where(inside, index, 0)), inside
+# Of the logits at one class per row what ``x`` is of all of them.
+_Steps = Callable[[Tensor], Tensor]
 
 
-def _is_class(x: Tensor, index: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device) == index
+def _at(x: Tensor, index: Tensor, logits: Tensor, steps: _Steps) -> Tensor:
+    """``x`` at one class per row, ``[C, 1]``; NaN where there is no such class."""
+    chosen = steps(AT_OP.overload(logits.detach(), index).float()).to(x.dtype)
+    return torch.where((index >= 0) & (index < x.shape[1]), chosen, torch.nan)
+
+
+def _is_class(index: Tensor, num_classes: int) -> Tensor:
+    return torch.arange(num_classes, device=index.device) == index
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -117,55 +139,62 @@ class _LogSumExp(torch.autograd.Function):
 
 
 class _LogProb(torch.autograd.Function):
-    """``gather(log_softmax(x), 1, index)`` of one class per row; one out of range is NaN."""
+    """``gather(log_softmax(x), 1, index)`` of one class per row, ``chosen`` of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, log_sum: Tensor, index: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, top: Tensor, log_sum: Tensor, chosen: Tensor, index: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, top, log_sum, index)
-        chosen, inside = _at(x, index)
-        return torch.where(inside, chosen - top - log_sum, torch.nan)
+        return chosen - top - log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, top, log_sum, index = ctx.saved_tensors
-        of_target = torch.where(_is_class(x, index), 1.0, 0.0)
-        return grad * (of_target - (x - top - log_sum).exp()), None, None, None
+        of_target = torch.where(_is_class(index, x.shape[1]), 1.0, 0.0)
+        return grad * (of_target - (x - top - log_sum).exp()), None, None, None, None
 
 
 class _Chosen(torch.autograd.Function):
+    """``gather(x, 1, index)`` of one class per row, which is ``chosen``."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.classes = x.shape[1]
-        chosen, inside = _at(x, index)
-        return torch.where(inside, chosen, torch.nan)
+        ctx.num_classes = x.shape[1]
+        return chosen.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (index,) = ctx.saved_tensors
-        classes = torch.arange(ctx.classes, device=index.device)
-        return torch.where(classes == index, grad, 0.0), None
+        return torch.where(_is_class(index, ctx.num_classes), grad, 0.0), None, None
 
 
 def _one_per_row(x: Tensor, dim: int, index: Tensor) -> bool:
     return x.dim() == 2 and dim in (1, -1) and index.shape[1] == 1 and index.shape[0] == x.shape[0]
 
 
-def _gather(
-    x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False, *, out: None = None
-) -> Tensor:
-    """``gather`` whose derivative is elementwise: torch's scatters into ``[C, V]`` zeros."""
+def _gather_logits(logits: Tensor, steps: _Steps, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``gather`` of an elementwise function of logits; torch's derivative scatters into zeros."""
     if not _one_per_row(x, dim, index):
         return torch.gather(x, dim, index)
-    return _Chosen.apply(x, index)  # type: ignore[no-any-return]
+    return _Chosen.apply(x, _at(x, index, logits, steps), index)  # type: ignore[no-any-return]
 
 
 def _log_prob(
-    x: Tensor, top: Tensor, log_sum: Tensor, log_probs: Tensor, dim: int, index: Tensor
+    logits: Tensor,
+    steps: _Steps,
+    x: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    log_probs: Tensor,
+    dim: int,
+    index: Tensor,
 ) -> Tensor:
+    """``gather`` of a log-softmax of such a function."""
     if not _one_per_row(x, dim, index):
         return torch.gather(log_probs, dim, index)
-    return _LogProb.apply(x, top, log_sum, index)  # type: ignore[no-any-return]
+    return _LogProb.apply(x, top, log_sum, _at(x, index, logits, steps), index)  # type: ignore[no-any-return]
 
 
 def _logsumexp(x: Tensor, top: Tensor, log_sum: Tensor, keepdim: bool = False) -> Tensor:
@@ -180,7 +209,7 @@ NAMES: dict[str, Any] = {
     "_softmax": _Softmax.apply,
     "_logsumexp": _logsumexp,
     "_log_prob": _log_prob,
-    "_gather": _gather,
+    "_gather_logits": _gather_logits,
 }
 
 # ----------------------------------------------------------------------- rewriting of a source
@@ -205,6 +234,11 @@ class _Chain:
     tanh: bool = False
     outer: float = 1.0
     steps: tuple[ast.Call, ...] = ()
+
+    def source(self) -> str:
+        """The logits and the function that a value is of them, as arguments."""
+        steps = ast.unparse(_applied(self.steps, ast.Name("_x", ast.Load())))
+        return f"logits[{self.head}], lambda _x: {steps}"
 
     def times(self, factor: float, step: ast.Call) -> _Chain | None:
         product = self.outer * factor
@@ -256,16 +290,17 @@ class _Rewriter(ast.NodeTransformer):
         self._dtypes = dtypes
         self._values = {_name(each): each.value for each in body}
         self._statistics: dict[tuple[Any, ...], str] = {}
-        # What made a log-softmax, arguments and a cast, by the name of the value.
-        self._log_softmax: dict[str, tuple[str, str]] = {}
+        # What made a log-softmax by the name of the value: logits, arguments and a cast.
+        self._log_softmax: dict[str, tuple[str, str, str]] = {}
 
     def statement(self, node: ast.stmt) -> list[ast.stmt]:
         """A statement with its softmaxes replaced, behind the statistics that it needs first."""
         before = len(self._statistics)
         if isinstance(node, ast.Assign):
             found = self._softmax(node.value)
-            if found is not None and found[0] == "_log_softmax":
-                self._log_softmax[_name(node)] = found[1:]
+            if found is not None and found[1] == "_log_softmax":
+                chain, _, arguments, cast = found
+                self._log_softmax[_name(node)] = chain.source(), arguments, cast
         made = self.visit(node)
         new = list(self._statistics.items())[before:]
         lines = (
@@ -277,21 +312,36 @@ class _Rewriter(ast.NodeTransformer):
         """A call or what is called instead."""
         found = self._softmax(node)
         if found is not None:
-            name, arguments, cast = found
+            _, name, arguments, cast = found
             return ast.parse(f"{name}({arguments}){cast}", mode="eval").body
         self.generic_visit(node)
-        source = ast.unparse(node.args[0]) if node.args else ""
-        if ast.unparse(node.func) == "_gather" and source in self._log_softmax:
-            arguments, cast = self._log_softmax[source]
-            others = ", ".join(map(ast.unparse, node.args[:3]))
-            return ast.parse(f"_log_prob({arguments}, {others}){cast}", mode="eval").body
-        return node
+        if ast.unparse(node.func) != "_gather":
+            return node
+        text, others = "", ", ".join(map(ast.unparse, node.args[:3]))
+        chain = self._chain(node.args[0])
+        name, detached = self._before_detach(node.args[0])
+        if name in self._log_softmax:
+            logits, arguments, cast = self._log_softmax[name]
+            text = f"_log_prob({logits}, {arguments}, {others}){cast}{detached}"
+        elif chain is not None:
+            text = f"_gather_logits({chain.source()}, {others})"
+        return ast.parse(text, mode="eval").body if text else node
 
-    def _softmax(self, node: ast.expr) -> tuple[str, str, str] | None:
+    def _before_detach(self, node: ast.expr) -> tuple[str, str]:
+        """The name of a value as it was before it was detached, and what detaches it again."""
+        detached = ""
+        while isinstance(node, ast.Name) and node.id in self._values:
+            value = self._values[node.id]
+            if not isinstance(value, ast.Call) or _operator(value) != "aten.detach.default":
+                return node.id, detached
+            node, detached = value.args[0], ".detach()"
+        return "", ""
+
+    def _softmax(self, node: ast.expr) -> tuple[_Chain, str, str, str] | None:
         """What computes a softmax, its logarithm or a log-sum-exp instead; None for others.
 
         Returns:
-            Name, arguments and a cast of the result.
+            What is taken the softmax of; name, arguments and a cast of the result.
         """
         name = _OWN.get(_operator(node))
         if name is None or not isinstance(node, ast.Call) or node.keywords:
@@ -300,7 +350,9 @@ class _Rewriter(ast.NodeTransformer):
         if not options or options[0] not in (1, -1, [1], [-1]):
             return None
         chain = self._chain(node.args[0])
-        if chain is None or not (chain.wide or name != "_logsumexp"):
+        if chain is None or self._dtypes[chain.head].itemsize != 2:
+            return None
+        if name == "_logsumexp" and not chain.wide:
             return None
         x = ast.unparse(node.args[0]) + ("" if chain.wide else ".float()")
         cast = "" if chain.wide or options[1:] == [True] else f".to({self._dtypes[chain.head]})"
@@ -310,15 +362,14 @@ class _Rewriter(ast.NodeTransformer):
         arguments = f"{x}, {top}, {statistics}[1]"
         if name == "_logsumexp":
             arguments += f", {options[1] if len(options) > 1 else False}"
-        return name, arguments, cast
+        return chain, name, arguments, cast
 
     def _chain(self, node: ast.expr) -> _Chain | None:
         if isinstance(node, ast.Name):
             return self._chain(self._values[node.id]) if node.id in self._values else None
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "logits":
             head = _constant(node.slice)
-            narrow = isinstance(head, int) and self._dtypes[head].itemsize == 2
-            return _Chain(head) if narrow else None
+            return _Chain(head) if isinstance(head, int) else None
         operator = _operator(node)
         if not isinstance(node, ast.Call) or not operator or not node.args:
             return None
@@ -408,3 +459,9 @@ def rewritten(source: str, dtypes: tuple[torch.dtype, ...]) -> str:
         rewriter = _Rewriter([line for line in renamed if isinstance(line, ast.Assign)], dtypes)
         each.body = [made for line in renamed for made in rewriter.statement(line)]
     return ast.unparse(ast.fix_missing_locations(tree))
+
+
+@functools.cache
+def serve(source: str, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether any statistics of a body's softmaxes come from `OP`; arguments as for `rewritten`."""
+    return "_statistics(" in rewritten(source, dtypes)

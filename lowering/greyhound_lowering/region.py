@@ -43,7 +43,7 @@ from greyhound_ops import torch_private
 
 if TYPE_CHECKING:
     from greyhound_lowering.forward_gradients import Coefficients
-from greyhound_ops.ops import row_region
+from greyhound_ops.ops import row_region, row_statistics
 
 aten = torch.ops.aten
 
@@ -638,11 +638,29 @@ def reduce_rest(graph: fx.Graph, node: Any, rest: fx.Node, dtype: torch.dtype) -
     return made
 
 
-# A region's peak may be at most this share of what whole logits hold at the least. Measured on an
-# H200 with two heads of V=128256 and D=4096: at N=4096, where the two are level, mixed distillation
-# took 1.03 times plain torch.compile's time at no less memory; where the backward has to project
-# once more (N > 2 D) it is a product in four on top.
+# A region's peak may be at most this share of what whole logits hold at the least: where its
+# backward has to project once more (N > 2 D), a product in four, and where nothing makes its body
+# faster than the loops that torch.compile writes for the same, only memory can pay.
 MOST_SHARE_OF_PEAK = 0.8
+
+
+def most_share_of_peak(
+    body: str, logits: list[torch.dtype], device_type: str, *, projects_once: bool
+) -> float:
+    """The largest share of whole logits' memory at which a region pays.
+
+    With softmaxes whose statistics a kernel makes it is also faster: mixed distillation of two
+    heads of V=128256 and D=4096 at N=4096, where the two hold the same, took 0.94 of
+    torch.compile's time on an H200, DPO 0.92 to 0.94 (docs/performance.md, "Rewritten models").
+
+    Args:
+        body: Source of the region's body.
+        logits: Dtype of each projection.
+        device_type: ``"cuda"`` or any other.
+        projects_once: Whether no logits are made twice.
+    """
+    faster = device_type == "cuda" and row_statistics.serve(body, tuple(logits))
+    return 1.0 if projects_once and faster else MOST_SHARE_OF_PEAK
 
 
 class _Emitter:
@@ -715,23 +733,28 @@ class _Emitter:
     def _check_pays(self) -> None:
         """Decline where a chunk and the sums over chunks hold hardly less than whole logits.
 
-        A region is slower than the graph it replaces, 1.03 to 1.25 times on an H200
-        (docs/performance.md, "Rewritten models"): only memory can pay for it. Whoever sets
-        ``min_logits_bytes`` has decided that himself.
+        Whoever sets ``min_logits_bytes`` has decided that himself.
         """
         if self.settings.min_logits_bytes is not None:
             return
         sizes = self._sizes(torch_private.size_hint)
         if sizes is None:
             return  # known only at run time: the size of the logits has been judged before
+        device_type, accum = self._device().type, self.settings.grad_weight_accum_dtype
         chunked, plain = row_region.peak_bytes(
-            sizes,
-            self._device().type,
-            self.settings.grad_weight_accum_dtype,
-            self.settings.chunk_size,
-            cut=bool(self.proved.space),
+            sizes, device_type, accum, self.settings.chunk_size, cut=bool(self.proved.space)
         )
-        if chunked > MOST_SHARE_OF_PEAK * plain:
+        kept = [False] * len(sizes)
+        if self.settings.keep_logits:
+            kept = row_region.keeps_logits(sizes, device_type, accum)
+        again = (size.needs and not has for size, has in zip(sizes, kept, strict=True))
+        most = most_share_of_peak(
+            self.proved.body,
+            [each.compute_dtype for each in sizes],
+            device_type,
+            projects_once=self.known is not None or not any(again),
+        )
+        if chunked > most * plain:
             raise Declined(
                 f"chunks and the sums over them would hold {chunked / 2**20:.0f} MiB where whole "
                 f"logits hold {plain / 2**20:.0f}: too little is saved"

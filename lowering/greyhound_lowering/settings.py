@@ -25,7 +25,8 @@ class RewriteSettings:
         min_logits_bytes: Logits smaller than this, in the dtype of the projection, are left as
             they are: there is little memory to save and the extra launches show. None for what
             fits one chunk, 512 MiB on CUDA, 32 MiB on the CPU; a region is then also left alone
-            if its peak would be more than 0.8 of what whole logits hold at the least.
+            if its peak would be more than whole logits hold at the least, or more than 0.8 of
+            that where the region is not the faster one.
         chunk_size: Rows per chunk, or None for the plan.
         grad_weight_accum_dtype: ``"fp32"`` or ``"weight"``, as for the op.
         returned_logits: What becomes of logits that leave the graph beside a loss. ``"keep"``: they

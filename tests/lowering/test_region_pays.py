@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from greyhound_lowering import region
 from greyhound_ops import chunking
 from greyhound_ops.ops import row_region
 from lowering.rewriting import assert_left, check, reasons
@@ -78,6 +79,31 @@ def test_peak_of_two_projections_of_one_head(num_rows: int, chunked: float, plai
     # gradients of logits beside one head's.
     made = row_region.peak_bytes([head(num_rows), head(num_rows)], "cuda", "fp32", None)
     assert [each / GIB for each in made] == pytest.approx([chunked, plain], abs=0.02)
+
+
+LOG_SOFTMAX = (
+    "def body(logits, row_args, whole_args): "
+    "v0 = torch.ops.aten._to_copy.default(logits[0], dtype=torch.float32); "
+    "v1 = torch.ops.aten._log_softmax.default(v0, 1, False); return [v1]"
+)
+SQUARES = LOG_SOFTMAX.replace("_log_softmax.default(v0, 1, False)", "square.default(v0)")
+
+
+@pytest.mark.parametrize(
+    ("body", "dtype", "device", "projects_once", "share"),
+    [
+        (LOG_SOFTMAX, torch.bfloat16, "cuda", True, 1.0),
+        (LOG_SOFTMAX, torch.bfloat16, "cuda", False, 0.8),
+        (LOG_SOFTMAX, torch.bfloat16, "cpu", True, 0.8),
+        (LOG_SOFTMAX, torch.float32, "cuda", True, 0.8),
+        (SQUARES, torch.bfloat16, "cuda", True, 0.8),
+    ],
+)
+def test_who_is_faster_may_hold_as_much(
+    body: str, dtype: torch.dtype, device: str, projects_once: bool, share: float
+) -> None:
+    made = region.most_share_of_peak(body, [dtype], device, projects_once=projects_once)
+    assert made == share
 
 
 def squares(rows: int) -> Any:
