@@ -642,6 +642,46 @@ def compile_traced(
     return compiled, serves
 
 
+@contextmanager
+def while_inductor_waits(work: Callable[[], None]) -> Iterator[None]:
+    """Do some work inside, at the first moment when Inductor waits for its compiler processes.
+
+    Degrades to the end of the block, as where Inductor finds all that it needs in its caches.
+
+    Args:
+        work: Called once, in this thread.
+    """
+    done = False
+
+    def once() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            work()
+
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        wait = AsyncCompile.wait
+    except (ImportError, AttributeError):
+        yield
+        once()
+        return
+    here = threading.get_ident()
+
+    def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here:
+            once()
+        return wait(self, *args, **kwargs)
+
+    AsyncCompile.wait = waiting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+    once()
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being recorded on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

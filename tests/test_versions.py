@@ -698,6 +698,28 @@ def _(patch: pytest.MonkeyPatch) -> None:
     assert made.eq(2).all()
 
 
+@without(torch_private.while_inductor_waits)
+def _(patch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    events: list[str] = []
+    theirs = AsyncCompile.wait
+    with torch_private.while_inductor_waits(lambda: events.append("work")):
+        for _ in range(2):
+            AsyncCompile().wait({})
+        events.append("behind")
+    assert events == ["work", "behind"]
+    assert AsyncCompile.wait is theirs
+    # Nobody waits, or there is no such name: at the end.
+    for gone in (False, True):
+        events.clear()
+        if gone:
+            patch.delattr(AsyncCompile, "wait")
+        with torch_private.while_inductor_waits(lambda: events.append("work")):
+            events.append("in front")
+        assert events == ["in front", "work"]
+
+
 @without(torch_private.without_compiled_autograd)
 def _(patch: pytest.MonkeyPatch) -> None:
     from torch._dynamo import compiled_autograd

@@ -9,8 +9,6 @@ For a row ``x`` and ``z_j = outer * x_j``, or ``outer * tanh(inner * x_j)``, bot
     log_sum = log(sum_j exp(z_j - z_top))
 """
 
-import contextlib
-import threading
 from typing import Any
 
 import torch
@@ -83,14 +81,8 @@ def _options(num_classes: int, inner: float, tanh: bool) -> dict[str, Any]:
     return {"HAS_INNER": inner != 1.0, "HAS_TANH": tanh, "BLOCK": block, "num_warps": warps}
 
 
-_preparing: list[threading.Thread] = []
-
-
 def prepare(logits: torch.Tensor, *, inner: float, tanh: bool, outer: float) -> None:
-    """Compile for some logits in a thread, while their caller waits for another compiler.
-
-    Half a second of a first step, of which Python itself takes little. `row_statistics` waits for
-    it; what goes wrong here goes wrong there once more.
+    """Compile and load the kernel for some logits, so that its first launch does not.
 
     Args:
         logits: ``[C, V]`` on CUDA; may be fake.
@@ -98,23 +90,12 @@ def prepare(logits: torch.Tensor, *, inner: float, tanh: bool, outer: float) -> 
         tanh: Likewise.
         outer: Likewise.
     """
-    num_classes, stride, device = logits.shape[1], logits.stride(0), logits.device
-    dtype = logits.dtype
-    if not hasattr(row_statistics_kernel, "warmup"):  # interpreted
-        return
-
-    def compile_it() -> None:
-        with contextlib.suppress(Exception):
-            torch.cuda.set_device(device)
-            kernel = row_statistics_kernel.warmup(
-                dtype, stride, torch.float32, 1024, num_classes, inner, outer, grid=(1,),
-                **_options(num_classes, inner, tanh),
-            )  # fmt: skip
-            kernel.run  # noqa: B018  loads it
-
-    thread = threading.Thread(target=compile_it, name="greyhound-prepare", daemon=True)
-    _preparing.append(thread)
-    thread.start()
+    num_classes = logits.shape[1]
+    kernel = row_statistics_kernel.warmup(
+        logits.dtype, logits.stride(0), torch.float32, 1024, num_classes, inner, outer, grid=(1,),
+        **_options(num_classes, inner, tanh),
+    )  # fmt: skip
+    kernel.run  # noqa: B018  loads it
 
 
 def row_statistics(
@@ -133,11 +114,6 @@ def row_statistics(
     rows, num_classes = logits.shape
     if rows == 0:
         return
-    while _preparing:  # a kernel that is half loaded must not be launched
-        thread = _preparing[-1]
-        thread.join()
-        with contextlib.suppress(ValueError):  # another thread was as far
-            _preparing.remove(thread)
     row_statistics_kernel[(rows,)](
         logits,
         logits.stride(0),

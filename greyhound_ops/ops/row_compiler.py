@@ -72,12 +72,19 @@ class RowCompiler:
             does, and is not empty.
         donates: Whether nobody needs the tensors of the first group afterwards. A result of the
             same size may then be one of them, written over.
+        meanwhile: Called while Inductor's processes compile what was recorded.
     """
 
     def __init__(
-        self, function: GroupsFunction, by_row: tuple[bool, ...], *, donates: bool = False
+        self,
+        function: GroupsFunction,
+        by_row: tuple[bool, ...],
+        *,
+        donates: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._function = function
+        self._meanwhile = meanwhile
         self._by_row = by_row
         self._donates = donates
         # By kind and layout. A layout without any is one that Inductor alone did not serve.
@@ -167,7 +174,8 @@ class RowCompiler:
             options = torch_private.known_options(OPTIONS)
             donated = len(groups[0]) if self._donates else 0
             tensors = list(_flat(groups))
-            made = torch_private.compile_traced(function, tensors, by_row, options, donated)
+            with torch_private.while_inductor_waits(self._meanwhile):
+                made = torch_private.compile_traced(function, tensors, by_row, options, donated)
         except Exception:
             # Torch.compile is next, and its caller says what it says.
             log.debug("not compiled by Inductor alone", exc_info=True)

@@ -410,7 +410,10 @@ def _compiled_chunk(text: str, plan: _Plan, heads: tuple[tuple[int, torch.dtype]
 
     # The logits of a chunk are nobody's any more once their gradient is made.
     by_row = (True, True, False, True, False)
-    return _Chunk(RowCompiler(traced, by_row, donates=any(plan.wants)), otherwise)
+    compiler = RowCompiler(
+        traced, by_row, donates=any(plan.wants), meanwhile=row_statistics.prepare
+    )
+    return _Chunk(compiler, otherwise)
 
 
 _not_compilable: set[tuple[str, _Plan]] = set()

@@ -16,6 +16,7 @@ a last bit of which is 2^13 times as large as what the two roundings of such a f
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import math
@@ -77,12 +78,29 @@ AT_OP.implement(_logits_at, lambda logits, index: logits.new_empty(index.shape))
 # largest of ``x``, and ``log_sum``. Apart, they keep their last bits where logits are large.
 
 
-def _statistics(logits: Tensor, inner: float, tanh: bool, outer: float) -> tuple[Tensor, Tensor]:
-    """Maximum of the logits and log of the sum of exponentials, ``[C, 1]`` each."""
-    if logits.is_cuda and gradients.use_triton(logits.dtype, logits.device.type):
+# What bodies that were recorded will launch.
+_wanted: list[tuple[Tensor, float, bool, float]] = []
+
+
+def prepare() -> None:
+    """Compile the kernels of the bodies recorded since the last call, 0.4 s of a first step.
+
+    What goes wrong here goes wrong once more at the launch, where it is dealt with.
+    """
+    while _wanted:
+        logits, inner, tanh, outer = _wanted.pop()
+        if not gradients.use_triton(logits.dtype, logits.device.type):
+            continue
         from greyhound_ops.kernels import row_statistics  # Triton is not there on every platform
 
-        row_statistics.prepare(logits, inner=inner, tanh=tanh, outer=outer)
+        with contextlib.suppress(Exception), torch.cuda.device(logits.device):
+            row_statistics.prepare(logits, inner=inner, tanh=tanh, outer=outer)
+
+
+def _statistics(logits: Tensor, inner: float, tanh: bool, outer: float) -> tuple[Tensor, Tensor]:
+    """Maximum of the logits and log of the sum of exponentials, ``[C, 1]`` each."""
+    if logits.is_cuda:
+        _wanted.append((logits, inner, tanh, outer))
     top, log_sum = OP.overload(logits.detach(), inner, tanh, outer).unbind(0)
     return top.unsqueeze(1), log_sum.unsqueeze(1)
 

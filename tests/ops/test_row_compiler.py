@@ -494,3 +494,13 @@ def test_a_cached_graph_writes_over_what_is_donated_alone(
         assert doubled.eq(2.0).all()
         assert tripled is not None
         assert tripled.eq(3.0).all()
+
+
+def test_work_beside_inductors_processes(fresh_compiler: None) -> None:
+    calls: list[int] = []
+    compiler = RowCompiler(softmax_and_grad, (True, False), meanwhile=lambda: calls.append(1))
+    for rows in (5, 6):
+        run = compiler.compiled([[torch.randn(rows, 8)], [torch.tensor(2.0)]])
+        assert run is not None
+        run()
+    assert calls == [1]

@@ -276,3 +276,19 @@ def test_other_sources_stay_as_they_are(text: str) -> None:
 
     made = row_statistics.rewritten(text, (torch.bfloat16, torch.bfloat16))
     assert ast.dump(ast.parse(made)) == ast.dump(ast.parse(text))
+
+
+@pytest.mark.gpu
+@by_form
+def test_a_prepared_kernel_is_the_one_that_is_launched(form: str) -> None:
+    from greyhound_ops.kernels import row_statistics as kernels
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    inner, tanh, outer = FORMS[form]
+    logits = torch.randn(128, 1104, device="cuda").bfloat16()
+    kernels.prepare(logits, inner=inner, tanh=tanh, outer=outer)
+    cache = kernels.row_statistics_kernel.device_caches[logits.device.index][0]
+    known = len(cache)
+    statistics(logits, form, "triton")
+    assert len(cache) == known
