@@ -1,0 +1,108 @@
+"""Products over a vocabulary in two parts, as cuBLAS gets an odd one, against one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from greyhound_ops import functional
+from greyhound_ops.ops import chunk_loop
+from greyhound_ops.testing import relative_error
+from ops.test_row_region import WAYS, make_region, outcome
+from samples import dtype_id
+
+ROWS, HIDDEN, CLASSES = 37, 16, 33
+
+
+def two_parts(num_classes: int, dtype: torch.dtype, device_type: str) -> list[slice]:
+    whole = num_classes - num_classes % 8
+    parts = [slice(0, whole), slice(whole, num_classes)]
+    return parts if 0 < whole < num_classes else [slice(0, num_classes)]
+
+
+def odd_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss whose gradient is another's memory, with rows an odd distance apart."""
+    grad = logits.softmax(1)
+    grad[torch.arange(len(target)), target] -= 1
+    return F.cross_entropy(logits, target, reduction="sum"), grad.clone()
+
+
+def gradient_over_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    loss, grad = odd_gradient(logits, target)
+    return loss, logits.copy_(grad)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "cross_entropy": functional.chunked_linear_cross_entropy,
+    "by-row": lambda *args, **kwargs: functional.chunked_linear_cross_entropy(
+        *args, reduction="none", **kwargs
+    ),
+    "log_probs": functional.chunked_linear_log_probs,
+    "distillation": lambda x, w, target, bias, **kwargs: functional.chunked_linear_distillation(
+        x, w, x.detach().flip(0), w.detach().flip(0), bias=bias, **kwargs
+    ),
+    "loss": lambda x, w, target, bias, **kwargs: functional.chunked_linear_loss(
+        x, w, odd_gradient, target, bias=bias, **kwargs
+    ),
+    "loss-in-place": lambda x, w, target, bias, **kwargs: functional.chunked_linear_loss(
+        x, w, gradient_over_logits, target, bias=bias, **kwargs
+    ),
+}
+
+
+def results(op: str, dtype: torch.dtype, *, transposed: bool, bias: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, dtype=dtype).requires_grad_()
+    weight = torch.randn(CLASSES, HIDDEN, dtype=dtype)
+    if transposed:
+        weight = weight.t().contiguous().t()
+    weight.requires_grad_()
+    shift = torch.randn(CLASSES, dtype=dtype).requires_grad_() if bias else None
+    target = torch.randint(0, CLASSES, (ROWS,))
+    out = OPS[op](x, weight, target, shift, chunk_size=10)
+    leaves = [each for each in (x, weight, shift) if each is not None]
+    upstream = torch.linspace(0.5, 2.0, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["sums", "keeps"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("op", OPS)
+def test_two_parts_are_one_product(
+    op: str, dtype: torch.dtype, keeps: bool, bias: bool, transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", keeps)
+    expected = results(op, dtype, transposed=transposed, bias=bias)
+    monkeypatch.setattr(chunk_loop, "class_parts", two_parts)
+    made = results(op, dtype, transposed=transposed, bias=bias)
+    for value, one in zip(made, expected, strict=True):
+        assert value.dtype == one.dtype
+        assert relative_error(value, one) < (1e-13 if dtype == torch.float64 else 2**-8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["cross_entropy", "distillation", "dense"])
+def test_regions(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = make_region(name, 23, dtype=torch.float64)
+    expected = outcome(WAYS[way], region, chunk_size=7)
+    monkeypatch.setattr(chunk_loop, "class_parts", two_parts)
+    made = outcome(WAYS[way], region, chunk_size=7)
+    for key, value in expected.items():
+        if value is not None:
+            assert relative_error(made[key], value) < 1e-13, key
+
+
+def test_who_is_cut() -> None:
+    cut = chunk_loop.class_parts
+    assert cut(50257, torch.bfloat16, "cuda") == [slice(0, 50256), slice(50256, 50257)]
+    for kept in ((50256, torch.bfloat16, "cuda"), (50257, torch.float32, "cuda"),
+                 (50257, torch.bfloat16, "cpu"), (33, torch.float16, "cuda")):  # fmt: skip
+        assert len(cut(*kept)) == 1
