@@ -309,9 +309,10 @@ def _forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
                 grad_mode=call.grad_mode,
             )
         total += loss
+        # First: an argument's gradient may lie in the logits, which the other may be copied over.
+        arguments.fold(start, stop, grads)
         if needs:
             loop.fold_any(start, stop, _check_made(grad_logits, logits))
-        arguments.fold(start, stop, grads)
         del logits, grad_logits, grads, loss  # or the chunk would outlive the loop
     grad_input, grad_weight, grad_bias = loop.finish()
     return (

@@ -96,6 +96,7 @@ _CAST = re.compile(r"\btorch\.ops\.prims\.convert_element_type(?:\.default)?\(")
 _PRIMITIVE = re.compile(r"\btorch\.ops\.prims\.(\w+)")
 _WITHOUT_DERIVATIVE = ("iota",)  # makes an index: there is nothing to differentiate
 _GATHER = re.compile(r"\btorch\.ops\.aten\.gather(?:\.default)?\(")
+_EXTREME = re.compile(r"\btorch\.ops\.aten\.(amax|amin|linalg_vector_norm)(?:\.default)?\(")
 
 
 def _gather(
@@ -112,6 +113,22 @@ def _gather(
     classes = torch.arange(tensor.shape[1], device=tensor.device)
     chosen = torch.where(classes == index, tensor, 0.0).sum(1, keepdim=True, dtype=tensor.dtype)
     return torch.where((index >= 0) & (index < tensor.shape[1]), chosen, torch.nan)
+
+
+def _in_float32(name: str) -> Callable[..., Tensor]:
+    """A reduction whose derivative looks for the elements that are equal to its result.
+
+    A compiler rounds a result of 16 bits when it stores it, and does not round the elements that it
+    computes again: none is equal, and a gradient over none of them is NaN.
+    """
+    operator = getattr(torch.ops.aten, name).default
+
+    def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype.itemsize != 2 or not tensor.is_floating_point() or "dtype" in kwargs:
+            return operator(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        return operator(tensor.float(), *args, **kwargs).to(tensor.dtype)  # type: ignore[no-any-return]
+
+    return reduce
 
 
 @functools.cache
@@ -137,6 +154,9 @@ def _function(
     if compiled or recorded:
         source = _GATHER.sub("_gather(", source)
         names["_gather"] = _gather
+        for name in set(_EXTREME.findall(source)):
+            names[f"_{name}"] = _in_float32(name)
+        source = _EXTREME.sub(r"_\1(", source)
     try:
         if recorded:
             source = row_statistics.rewritten(source, recorded)

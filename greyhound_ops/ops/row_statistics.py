@@ -7,10 +7,11 @@ row made by a kernel of this project, what is left of a softmax, its logarithm a
 is elementwise, and Inductor fuses it with the rest of the body (docs/performance.md, "Statistics of
 a region's rows").
 
-`rewritten` replaces, in a body's source, the softmaxes of logits that went through nothing but
-casts, positive factors and one tanh. The statistics are of values in float32 whatever the dtype of
-a factor's operand, as Inductor computes them too; and only of logits that have 16 bits themselves,
-a last bit of which is 2^13 times as large as what the two roundings of such a factor differ by.
+`rewritten` replaces, in a body's source, the softmaxes of logits that went through nothing but a
+cast to float32 and then positive factors and one tanh. Values of 16 bits in between are rounded
+where Inductor stores them and not where it computes them again: statistics of the one are none of
+the other. The logits themselves have 16 bits, a last bit of which is 2^13 times as large as what
+the two roundings of a factor differ by.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ _Steps = Callable[[Tensor], Tensor]
 
 def _at(x: Tensor, index: Tensor, logits: Tensor, steps: _Steps) -> Tensor:
     """``x`` at one class per row, ``[C, 1]``; NaN where there is no such class."""
-    chosen = steps(AT_OP.overload(logits.detach(), index).float()).to(x.dtype)
+    chosen = AT_OP.overload(logits.detach(), index)
+    chosen = steps(chosen.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
     return torch.where((index >= 0) & (index < x.shape[1]), chosen, torch.nan)
 
 
@@ -261,7 +263,7 @@ class _Chain:
     def times(self, factor: float, step: ast.Call) -> _Chain | None:
         product = self.outer * factor
         # What float32 holds with room on both sides; any other factor is the operators' matter.
-        if not 2.0**-60 < product < 2.0**60:
+        if not self.wide or not 2.0**-60 < product < 2.0**60:
             return None
         return dataclasses.replace(self, outer=product, steps=(*self.steps, step))
 
@@ -404,7 +406,10 @@ class _Rewriter(ast.NodeTransformer):
             ("aten.to.dtype", ["torch.float32"], {}),
         ):
             return dataclasses.replace(chain, wide=True)
-        if operator == "aten.tanh.default" and not chain.tanh:
+        # A cap above 1000 wants a tanh that is exact next to 0.
+        if operator == "aten.tanh.default" and chain.wide and not chain.tanh:
+            if chain.outer < 1e-3:
+                return None
             return dataclasses.replace(
                 chain, inner=chain.outer, tanh=True, outer=1.0, steps=(*chain.steps, node)
             )

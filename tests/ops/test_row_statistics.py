@@ -107,9 +107,9 @@ TAKEN = {
         f"p = {LOG_SOFTMAX.format('x')}",
         f"return [{CHOSEN.format('p')}]",
     ),
-    "in-16-bits": body(
-        "x = torch.ops.aten.div.Tensor(logits[0], 2)",
-        "x = torch.ops.prims.convert_element_type.default(x, torch.float32)",
+    "widened-by-prims": body(
+        "x = torch.ops.prims.convert_element_type.default(logits[0], torch.float32)",
+        "x = torch.ops.aten.div.Tensor(x, 2)",
         f"return [{CHOSEN.format(LOG_SOFTMAX.format('x'))}]",
     ),
     "capped": body(
@@ -210,6 +210,37 @@ def test_a_softmax_that_widens(device: torch.device) -> None:
 def test_left_alone(name: str) -> None:
     text = body(CAST, LEFT[name], f"return [{CHOSEN.format(LOG_SOFTMAX.format('y'))}]")
     assert "_statistics(" not in row_statistics.rewritten(text, (torch.bfloat16,))
+
+
+@pytest.mark.parametrize("step", ["div.Tensor(logits[0], 0.7)", "tanh.default(logits[0])"])
+def test_steps_in_16_bits_are_left_alone(step: str) -> None:
+    # Whether such a value is rounded depends on who else reads it.
+    text = body(
+        f"x = torch.ops.aten.{step}",
+        "x = torch.ops.aten._to_copy.default(x, dtype=torch.float32)",
+        f"return [{CHOSEN.format(LOG_SOFTMAX.format('x'))}]",
+    )
+    assert "_statistics(" not in row_statistics.rewritten(text, (torch.bfloat16,))
+
+
+def test_an_extreme_of_16_bits_has_a_derivative(fresh_compiler: None) -> None:
+    # Stored rounded and computed again unrounded, no element was equal to it: 0 / 0.
+    text = body(
+        "x = torch.ops.aten.mul.Tensor(logits[0], whole_args[0])",
+        "return [torch.ops.aten.amax.default(torch.ops.aten._softmax.default(x, 1, False), [1])]",
+    )
+    logits = torch.randn(6, 40).bfloat16()
+    plan = row_region._Plan((True, True), (True,), None, True)
+    groups = [[logits], [], [torch.tensor(1.3)]]
+    with config.override(region_body="compiled"):
+        made = row_region._run_chunk(text, plan, groups, [torch.ones(6)], None)
+    exact = row_region._run_chunk(
+        text, plan, [[logits.double()], [], [torch.tensor(1.3).double()]], [torch.ones(6)], None
+    )
+    for value, truth in zip(made.grads, exact.grads, strict=True):
+        assert value is not None
+        assert truth is not None
+        assert relative_error(value, truth) < 2**-6
 
 
 def test_float32_logits_are_left_alone() -> None:
