@@ -506,9 +506,7 @@ class ChunkLoop:
         """
         if len(self._class_parts) > 1 and grad_logits.stride(0) % 8 and not self.keeps_gradient:
             # An odd distance between rows costs cuBLAS as much as an odd number of classes.
-            room = self.buffer(start, stop)
-            if grad_logits.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():
-                grad_logits = room.copy_(grad_logits)
+            grad_logits = self._in_chunk(start, stop, grad_logits)
         self.fold_head(start, stop, grad_logits, self.needs)
         if self.keeps_gradient:
             grad_logits = self.buffer(start, stop)  # the other may have lain under it
@@ -528,19 +526,24 @@ class ChunkLoop:
         if sums.grad_bias is not None and needs.bias:
             sums.grad_bias += grad_logits.sum(0, dtype=sums.grad_bias.dtype)
         if self.keeps_gradient:
-            kept = self.buffer(start, stop)
-            # A callable may have made its gradient in the logits themselves, or a view of them with
-            # strides of its own, which a copy onto itself would read while it writes.
-            if grad_logits.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
-                kept.copy_(grad_logits)
-            elif grad_logits.data_ptr() != kept.data_ptr() or grad_logits.stride() != kept.stride():
-                kept.copy_(grad_logits.clone())
+            self._in_chunk(start, stop, grad_logits)
             self._kept_rows += stop - start
         elif sums._accumulator is not None and needs.weight:
             # On the CPU fp32 gradients are kept for an fp32 accumulator; cuBLAS takes bf16 as is.
             rows = self._input[start:stop].to(grad_logits.dtype)
             self._add_to_head(sums._accumulator, grad_logits, rows, not sums._begun)
             sums._begun = True
+
+    def _in_chunk(self, start: int, stop: int, grad_logits: Tensor) -> Tensor:
+        """The logits gradient of some rows, where their logits were."""
+        room = self.buffer(start, stop)
+        # A callable may have made its gradient in the logits themselves, or a view of them with
+        # strides of its own, which a copy onto itself would read while it writes.
+        if grad_logits.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():
+            room.copy_(grad_logits)
+        elif grad_logits.data_ptr() != room.data_ptr() or grad_logits.stride() != room.stride():
+            room.copy_(grad_logits.clone())
+        return room
 
     def _add_to_head(self, out: Tensor, grad_logits: Tensor, rows: Tensor, first: bool) -> None:
         """Add to ``grad_weight``, or write it."""

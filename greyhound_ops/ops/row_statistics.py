@@ -37,9 +37,13 @@ def _values(x: Tensor, inner: float, tanh: bool, outer: float) -> Tensor:
     return torch.tanh(x * inner) * outer if tanh else x * outer
 
 
+def _fake(logits: Tensor, inner: float, tanh: bool, outer: float) -> Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+
+
 def _implementation(logits: Tensor, inner: float, tanh: bool, outer: float) -> Tensor:
     """``[2, C]`` float32: maximum of the logits, log of the sum of ``exp(z - z_top)``."""
-    out = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+    out = _fake(logits, inner, tanh, outer)
     if gradients.use_triton(logits.dtype, logits.device.type):
         from greyhound_ops.kernels import row_statistics  # Triton is not there on every platform
 
@@ -53,10 +57,6 @@ def _implementation(logits: Tensor, inner: float, tanh: bool, outer: float) -> T
         z -= _values(reference, inner, tanh, outer).unsqueeze(1)
         out[0, rows], out[1, rows] = top, z.exp_().sum(1).log_()
     return out
-
-
-def _fake(logits: Tensor, inner: float, tanh: bool, outer: float) -> Tensor:
-    return logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
 
 
 OP.implement(_implementation, _fake)
@@ -121,6 +121,11 @@ def _is_class(index: Tensor, num_classes: int) -> Tensor:
     return torch.arange(num_classes, device=index.device) == index
 
 
+def _p(x: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
+    """Probabilities; the logarithm of the largest is at most 0."""
+    return (x - top - log_sum).exp()
+
+
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
@@ -129,21 +134,20 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, top, log_sum = ctx.saved_tensors
-        return grad - (x - top - log_sum).exp() * grad.sum(1, keepdim=True), None, None
+        return grad - _p(*ctx.saved_tensors) * grad.sum(1, keepdim=True), None, None
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
         ctx.save_for_backward(x, top, log_sum)
-        return (x - top - log_sum).exp()
+        return _p(x, top, log_sum)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, top, log_sum = ctx.saved_tensors
-        weighted = grad * (x - top - log_sum).exp()
-        return weighted - (x - top - log_sum).exp() * weighted.sum(1, keepdim=True), None, None
+        p = _p(*ctx.saved_tensors)
+        weighted = grad * p
+        return weighted - p * weighted.sum(1, keepdim=True), None, None
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -154,8 +158,7 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, top, log_sum = ctx.saved_tensors
-        return grad * (x - top - log_sum).exp(), None, None
+        return grad * _p(*ctx.saved_tensors), None, None
 
 
 class _LogProb(torch.autograd.Function):
@@ -172,7 +175,7 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, top, log_sum, index = ctx.saved_tensors
         of_target = torch.where(_is_class(index, x.shape[1]), 1.0, 0.0)
-        return grad * (of_target - (x - top - log_sum).exp()), None, None, None, None
+        return grad * (of_target - _p(x, top, log_sum)), None, None, None, None
 
 
 class _Chosen(torch.autograd.Function):

@@ -650,8 +650,8 @@ def most_share_of_peak(
     """The largest share of whole logits' memory at which a region pays.
 
     With softmaxes whose statistics a kernel makes it is also faster: mixed distillation of two
-    heads of V=128256 and D=4096 at N=4096, where the two hold the same, took 0.94 of
-    torch.compile's time on an H200, DPO 0.92 to 0.94 (docs/performance.md, "Rewritten models").
+    heads of V=128256 and D=4096 at N=4096, where the two hold the same, took 0.93 of
+    torch.compile's time on an H200, DPO 0.94 and 0.95 (docs/performance.md, "Rewritten models").
 
     Args:
         body: Source of the region's body.
@@ -744,9 +744,7 @@ class _Emitter:
         chunked, plain = row_region.peak_bytes(
             sizes, device_type, accum, self.settings.chunk_size, cut=bool(self.proved.space)
         )
-        kept = [False] * len(sizes)
-        if self.settings.keep_logits:
-            kept = row_region.keeps_logits(sizes, device_type, accum)
+        kept = self._kept(sizes)
         again = (size.needs and not has for size, has in zip(sizes, kept, strict=True))
         most = most_share_of_peak(
             self.proved.body,
@@ -791,18 +789,23 @@ class _Emitter:
             )
         return sizes
 
+    def _kept(self, sizes: list[row_region.HeadSize]) -> list[bool]:
+        """For each projection whether its logits are kept for the backward."""
+        if self.known is not None or not self.settings.keep_logits:
+            return [False] * len(sizes)
+        return row_region.keeps_logits(
+            sizes, self._device().type, self.settings.grad_weight_accum_dtype
+        )
+
     def _keep_logits(self) -> list[bool]:
         """For each projection whether its logits are kept for the backward; none are False for all.
 
         A guard on the number of rows where it is a symbol: with more of them a sum takes less.
         """
-        if self.known is not None or not self.settings.keep_logits:
-            return []
         sizes = self._sizes(lambda size: None if torch_private.size_hint(size) is None else size)
         if sizes is None:
             return []
-        accum, device = self.settings.grad_weight_accum_dtype, self._device().type
-        kept = row_region.keeps_logits(sizes, device, accum)
+        kept = self._kept(sizes)
         return kept if any(kept) else []
 
     def _check_cuts(self) -> None:

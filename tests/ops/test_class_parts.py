@@ -100,6 +100,38 @@ def test_regions(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert relative_error(made[key], value) < 1e-13, key
 
 
+class InTheLogits(torch.autograd.Function):
+    """``(logits * by).sum()``; the gradient of ``by`` is the logits, and not a copy of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, by: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, by)
+        return (logits * by).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, by = ctx.saved_tensors
+        return grad * by, logits
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["sums", "keeps"])
+def test_an_argument_whose_gradient_is_the_logits(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_loop, "KEEPS_GRADIENT_ON_CPU", keeps)
+    monkeypatch.setattr(chunk_loop, "class_parts", two_parts)
+    torch.manual_seed(0)
+    shapes = ((ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS, CLASSES))
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    x, weight, by = leaves
+    adapter = functional.autograd_loss_and_logits_grad(InTheLogits.apply)
+    loss = functional.chunked_linear_loss(x, weight, adapter, by, chunk_size=10)
+    made = torch.autograd.grad(loss, leaves)
+    expected = torch.autograd.grad((F.linear(x, weight).double() * by.double()).sum(), leaves)
+    for value, truth in zip(made, expected, strict=True):
+        assert relative_error(value, truth) < 2**-7
+
+
 def test_who_is_cut() -> None:
     cut = chunk_loop.class_parts
     assert cut(50257, torch.bfloat16, "cuda") == [slice(0, 50256), slice(50256, 50257)]
