@@ -368,6 +368,15 @@ def is_plain_fake(value: object) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and no address. Degrades to False: asking it then raises."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensor
+    except ImportError:
+        return False
+    return isinstance(tensor, FakeTensor)
+
+
 def linear_function() -> Any:
     """What ``torch.nn.functional.linear`` is in a graph from Dynamo.
 

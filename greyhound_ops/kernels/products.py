@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from greyhound_ops import torch_private
+
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # an older Triton: cuBLAS serves
@@ -346,15 +348,27 @@ def _fold(
     WRITES_LOW: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    if READS:
-        acc += high_desc.load([row_start, column_start]).to(tl.float32)
-        if HAS_LOW:
-            acc += low_desc.load([row_start, column_start]).to(tl.float32)
-    high = _narrow(acc, high_desc.dtype, WIDEN)
-    high_desc.store([row_start, column_start], high)
-    if WRITES_LOW:
-        rest = _narrow(acc - high.to(tl.float32), low_desc.dtype, WIDEN)
-        low_desc.store([row_start, column_start], rest)
+    if READS and not HAS_LOW and high_desc.dtype == tl.bfloat16:
+        # Added in L2, so that nothing waits for what is there: 1.84 ms instead of 2.02 for 2048
+        # rows of 151936 x 2048, where a store takes 1.83. The tile is rounded once more. The same
+        # in float32 writes twice the bytes, 2.28 ms, and wants a cast in the end.
+        tile = _narrow(acc, high_desc.dtype, WIDEN)
+        if WIDEN:  # the interpreter has no such addition
+            there = high_desc.load([row_start, column_start]).to(tl.float32)
+            total = _narrow(there + tile.to(tl.float32), high_desc.dtype, WIDEN)
+            high_desc.store([row_start, column_start], total)
+        else:
+            high_desc.atomic_add([row_start, column_start], tile)
+    else:
+        if READS:
+            acc += high_desc.load([row_start, column_start]).to(tl.float32)
+            if HAS_LOW:
+                acc += low_desc.load([row_start, column_start]).to(tl.float32)
+        high = _narrow(acc, high_desc.dtype, WIDEN)
+        high_desc.store([row_start, column_start], high)
+        if WRITES_LOW:
+            rest = _narrow(acc - high.to(tl.float32), low_desc.dtype, WIDEN)
+            low_desc.store([row_start, column_start], rest)
 
 
 @triton.jit
@@ -686,7 +700,7 @@ class Products:
         """
         num_rows = rows.shape[0]
         reads = start > 0
-        pieces, stages = fold_shape(reads, high.dtype)
+        pieces, stages = fold_shape(reads, high.dtype, low is not None)
         box = [BLOCK_M, BLOCK_N // pieces]
         # With a second half there are two launches, one of which ends at once: after the last chunk
         # that counts the second half is of no use. Behind the last chunk of all nothing counts.
@@ -716,14 +730,15 @@ class Products:
             )
 
 
-def fold_shape(reads: bool, dtype: torch.dtype) -> tuple[int, int]:
+def fold_shape(reads: bool, dtype: torch.dtype, low: bool) -> tuple[int, int]:
     """Pieces in which `grad_weight_kernel` reads and writes a tile, and stages of its operands.
 
     What a piece takes of shared memory, once to be written and once to be read, comes off the room
     for operands: of the 227 KiB of a Hopper multiprocessor 4 stages leave 35, and 3 leave 83.
     """
     wide = dtype == torch.float32
-    return 4 if reads and wide else 2, STAGES - (reads or wide)
+    loads = reads and (wide or low)  # a bf16 sum is added to where it lies
+    return 4 if reads and wide else 2, STAGES - (loads or wide)
 
 
 def _tiles(matrix: torch.Tensor, box: list[int]) -> TensorDescriptor:
@@ -746,6 +761,8 @@ def has_tensor_memory_accelerator(device: torch.device) -> bool:
     Hopper and later, but not the later ones for workstations, whose programs have 99 KiB of shared
     memory: these tiles take up to 227.
     """
+    if not torch.cuda.is_available():  # a fake tensor may be on a GPU that is not there
+        return False
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -753,10 +770,13 @@ def has_tensor_memory_accelerator(device: torch.device) -> bool:
 
 
 def tma_ready(matrix: torch.Tensor) -> bool:
-    """Whether a matrix can be read in bulk: unit columns, rows and start on 16 bytes."""
+    """Whether a matrix can be read in bulk: unit columns, rows and start on 16 bytes.
+
+    A fake tensor, by which calls are planned, has no address and is taken to begin on 16 bytes.
+    """
     return (
         matrix.stride(1) == 1
         and matrix.stride(0) >= matrix.shape[1]
         and (matrix.stride(0) * matrix.element_size()) % 16 == 0
-        and matrix.data_ptr() % 16 == 0
+        and (torch_private.is_fake(matrix) or matrix.data_ptr() % 16 == 0)
     )

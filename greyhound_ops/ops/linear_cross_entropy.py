@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greyhound_ops import chunking, validation
+from greyhound_ops import validation
 from greyhound_ops.config import settings
 from greyhound_ops.ops import gradients, live_loop
 from greyhound_ops.ops.chunk_loop import (
@@ -134,11 +134,6 @@ def statistics_rows(num_classes: int, hidden_size: int) -> int:
     tiles = -(-num_classes // exponentials.BLOCK_N)
     rows = STATISTICS_BYTES // (2 * 4 * tiles + 2 * hidden_size)
     return max(rows - rows % exponentials.BLOCK_M, exponentials.BLOCK_M)
-
-
-# A chunk of the path of exponentials, with a frozen head: 512 rows at V=128256. 128 x 256 tiles of
-# grad_input then keep 128 of an H200's 132 multiprocessors busy at D=4096 and D=2048.
-FROZEN_BUDGET = chunking.Budget(0, 128 * 2**20, 0)
 
 
 def _torch_rows(
@@ -410,15 +405,10 @@ def _forward_loop(
     accum: str,
     chunk_size: int | None,
     gain: float,
-    label_smoothing: float,
     live: bool = False,
 ) -> ChunkLoop:
     """The chunks of a forward: of its own gradients, or of those that its backward makes."""
     budget = None
-    # What `_exponentials` asks too, as far as it is known here.
-    may_serve = _lacks_a_factor(made_now, label_smoothing) and compute_dtype == torch.bfloat16
-    if made_now and may_serve and rows.is_cuda and live_loop.worth_it(rows, weight):
-        budget = FROZEN_BUDGET
     if not made_now:
         budget = backward_budget(
             rows.shape[0], rows.device.type, weight, needs, compute_dtype, accum
@@ -441,7 +431,7 @@ def _forward_loop(
 def planned_rows(call: Any) -> int:
     """Rows of one chunk of a call, for the report of the rewrite; takes fake tensors.
 
-    A head that is frozen, or a loss alone, may take a kernel that cuts its rows otherwise.
+    A loss alone may take a kernel that cuts its rows otherwise.
 
     Args:
         call: Arguments by name, as `Op.named` gives them.
@@ -450,18 +440,22 @@ def planned_rows(call: Any) -> int:
         Rows.
     """
     needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
-    recomputed = _recomputes(call.reduction, call.return_lse, needs)
+    made_now = needs
+    if _recomputes(call.reduction, call.return_lse, needs):
+        made_now = GradientNeeds(False, False, False)
+    rows = call.input.reshape(-1, call.input.shape[-1])
+    compute_dtype = validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype)
     loop = _forward_loop(
-        call.input.reshape(-1, call.input.shape[-1]),
+        rows,
         call.weight,
         call.bias,
         needs,
-        GradientNeeds(False, False, False) if recomputed else needs,
-        compute_dtype=validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype),
+        made_now,
+        compute_dtype=compute_dtype,
         accum=call.grad_weight_accum_dtype,
         chunk_size=call.chunk_size,
         gain=1.0,
-        label_smoothing=call.label_smoothing,
+        live=live_loop.serves(rows, call.weight, made_now, compute_dtype),
     )
     return loop.rows
 
@@ -524,7 +518,6 @@ def _forward(
         accum=grad_weight_accum_dtype,
         chunk_size=chunk_size,
         gain=fp16_gain(logit_scale) if deferred and made_now else 1.0,
-        label_smoothing=label_smoothing,
         live=live is not None,
     )
     loss = input.new_empty(num_rows, dtype=dtype)

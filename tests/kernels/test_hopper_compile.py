@@ -45,7 +45,7 @@ def grad_input() -> Kernel:
 
 
 def grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> Kernel:
-    pieces, stages = products.fold_shape(reads, dtype)
+    pieces, stages = products.fold_shape(reads, dtype, low)
     name = "fp32" if dtype == torch.float32 else "bf16"
     types = {
         "grad_desc": tiles("bf16", K, M),

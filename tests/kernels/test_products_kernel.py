@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from greyhound_ops import config
 from greyhound_ops.functional import chunked_linear_cross_entropy
@@ -250,3 +251,15 @@ def test_pieces_are_all_rows_in_order(kernel_device: torch.device) -> None:
         pieces = kernels.pieces(rows)
         assert [row for piece in pieces for row in range(*piece)] == list(range(rows))
         assert all(stop - start <= kernels.input_rows for start, stop in pieces)
+
+
+def test_what_can_be_read_in_bulk() -> None:
+    # A fake tensor stands for one that begins where memory is allocated.
+    memory = torch.zeros(16 * 65, dtype=torch.bfloat16)
+    cases = {16: True, 17: False, 24: True}
+    for stride, ready in cases.items():
+        assert products.tma_ready(memory.as_strided((4, 16), (stride, 1))) is ready
+        with FakeTensorMode():
+            fake = torch.empty_strided((4, 16), (stride, 1), dtype=torch.bfloat16, device="cuda")
+        assert products.tma_ready(fake) is ready
+    assert not products.tma_ready(memory[1:].as_strided((4, 16), (16, 1)))

@@ -1221,15 +1221,13 @@ def test_a_small_z_loss_keeps_its_digits_where_a_row_is_certain(
 @pytest.mark.parametrize(
     ("dtype", "options", "mib"),
     [
-        (torch.bfloat16, {}, 128),
-        (torch.bfloat16, {"label_smoothing": 0.1}, 160),
-        (torch.float32, {}, 160),
+        (torch.bfloat16, {}, 256),
+        (torch.bfloat16, {"label_smoothing": 0.1}, 256),
+        (torch.float32, {}, 256),
         (torch.bfloat16, {"need_grad_weight": True}, 512),
     ],
 )
-def test_a_frozen_head_has_the_chunk_of_its_own_path(
-    dtype: torch.dtype, options: dict[str, Any], mib: int
-) -> None:
+def test_planned_rows(dtype: torch.dtype, options: dict[str, Any], mib: int) -> None:
     with FakeTensorMode():  # of a GPU, whether there is one or not
         input = torch.empty(65536, 64, dtype=dtype, device="cuda")
         weight = torch.empty(32768, 64, dtype=dtype, device="cuda")
@@ -1237,3 +1235,17 @@ def test_a_frozen_head_has_the_chunk_of_its_own_path(
         call = OP.named((input, weight, target), {"need_grad_input": True, **options})
         rows = planned_rows(call)
     assert rows * 32768 * dtype.itemsize == mib * 2**20
+
+
+@pytest.mark.gpu
+def test_planned_rows_beside_a_sum_in_two_halves() -> None:
+    # Halves of 1 GiB each: chunks as large as both, on a GPU whose products leave them there.
+    products = pytest.importorskip("greyhound_ops.kernels.products")
+    if not products.has_tensor_memory_accelerator(torch.device("cuda", 0)):
+        pytest.skip("needs a GPU with tensor memory accelerators and 227 KiB of shared memory")
+    with FakeTensorMode():
+        input = torch.empty(65536, 4096, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(131072, 4096, dtype=torch.bfloat16, device="cuda")
+        target = torch.empty(65536, dtype=torch.int64, device="cuda")
+        call = OP.named((input, weight, target), {"need_grad_weight": True})
+        assert planned_rows(call) == 2**31 // (2 * 131072)
