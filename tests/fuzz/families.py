@@ -244,11 +244,17 @@ def log_probs(case: Case, device: torch.device) -> Problem:
 
 
 def distillation(case: Case, device: torch.device) -> Problem:
-    if case["divergence"] == "cosine" and case["hidden"] == 1:
-        # All logits have one direction: the gradient is zero, and rounding that 1 / |x| lifts.
-        case = {**case, "hidden": 2}
     draw = Draw(case, device)
     operands, target = head_of(case, draw)
+    lift = 1.0
+    if case["divergence"] == "cosine":
+        # Terms of 1 / |logits|: all that is left where logits have but one direction, as those of
+        # one class or one hidden unit have, and the gradient is zero.
+        logits = F.linear(*(operands[name].double() for name in ("input", "weight")))
+        if case["bias"]:
+            logits = logits + operands["bias"].double()
+        norms = logits.norm(dim=-1)
+        lift = max([1.0, *(1.0 / norms[norms > 0.0]).flatten().tolist()])
     rows, classes, width = case["rows"], case["classes"], case["teacher_hidden"]
     teacher = case["teacher_dtype"] or case["dtype"]
     if torch.float64 in (teacher, case["dtype"]):
@@ -287,7 +293,7 @@ def distillation(case: Case, device: torch.device) -> Problem:
         ("input", "teacher_input", "target")
         + (("loss", "soft", "hard") if case["reduction"] == "none" else ()),
         accum_slack(case),
-        unit=unit_of(case, target) if others["target"] is not None else 1.0,
+        unit=lift * (unit_of(case, target) if others["target"] is not None else 1.0),
     )
 
 
