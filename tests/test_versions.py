@@ -537,6 +537,12 @@ for each in (
     CHECKS[each.__name__] = _needs_fake_tensors
 
 
+@without(torch_private.is_fake)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr("torch._subclasses.fake_tensor.FakeTensor")
+    assert not torch_private.is_fake(torch.ones(4))
+
+
 @without(torch_private.linear_function)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(torch._C._nn, "linear")
