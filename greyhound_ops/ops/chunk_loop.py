@@ -571,7 +571,7 @@ class ChunkLoop:
 
     def _times_head(self, out: Tensor, factors: Tensor, first: bool, alpha: float) -> None:
         """``out = (0 if first else out) + alpha * factors @ weight``."""
-        for part in reversed(self._class_parts):  # the few first: what is rounded twice is small
+        for part in self._class_parts:
             _accumulate(out, factors[:, part], self._weight[part], first, alpha)
             first = False
 
@@ -584,6 +584,14 @@ class ChunkLoop:
             first: Whether ``out`` holds nothing yet.
         """
         grad_logits = grad_logits.to(self._weight.dtype)
+        if len(self._class_parts) > 1 and out.dtype.itemsize == 2:
+            # Parts of the classes may be all but opposite, a target among the last few and the
+            # others, where rows of the head have much in common: their sum is rounded once.
+            for part in _parts(out.shape[0], self._grad_input_rows):
+                wide = torch.empty_like(out[part], dtype=torch.float32)
+                self._times_head(wide, grad_logits[part], True, 1.0 / self.gain)
+                out[part] = wide
+            return
         if out.dtype == self._weight.dtype or (out.is_cuda and out.dtype == torch.float32):
             for part in _parts(out.shape[0], self._grad_input_rows):
                 self._times_head(out[part], grad_logits[part], first, 1.0 / self.gain)

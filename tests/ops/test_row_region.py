@@ -1070,9 +1070,18 @@ def test_operand_that_learns_without_a_flag() -> None:
 
 
 def test_body_sees_nothing_else() -> None:
-    for expression in ("open('x')", "__import__('os')", "math.pi"):
+    for expression in ("open('x')", "math.pi"):
         with pytest.raises(NameError):
             bad(body=f"{ROW_BODY}[{expression}]")()
+    for start in (f"{ROW_BODY}[__import__('os')]", f"import os\n{ROW_BODY}[os]"):
+        with pytest.raises(ValueError, match=r"body: .* it imports something"):
+            bad(body=start)()
+
+
+def test_torch_may_import_where_a_body_calls_it() -> None:
+    # An op's C++ that imports asks the caller's frame for the name: a KeyError on torch 2.14.
+    text = f"{ROW_BODY}[torch.ops.aten.sum.dim_IntList(logits[0], [1])]"
+    assert row_region._function(text).__globals__["__builtins__"].keys() == {"__import__"}
 
 
 # ------------------------------------------------------------------------------------------- GPU
