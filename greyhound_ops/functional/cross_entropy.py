@@ -104,7 +104,7 @@ def chunked_linear_cross_entropy(
 
     Note:
         Memory above the inputs: one chunk of logits (at most 512 MiB on CUDA when ``weight`` needs
-        a gradient, 160 MiB otherwise) and the gradients themselves. A tensor that needs no gradient
+        a gradient, 256 MiB otherwise) and the gradients themselves. A tensor that needs no gradient
         costs no buffer and no product. No host synchronisation; capturable in a CUDA graph;
         deterministic for a given GPU and shape. The gradients are made in the forward when
         ``reduction`` is a scalar one; with ``"none"`` or ``return_lse`` the backward projects once

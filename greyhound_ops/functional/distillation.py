@@ -115,7 +115,7 @@ def chunked_linear_distillation(
         student's gradient.
 
         Memory above the inputs: one chunk of student and of teacher logits (together at most 256
-        MiB on CUDA when ``weight`` needs a gradient, 160 MiB otherwise) and the gradients
+        MiB on CUDA when ``weight`` needs a gradient, 512 MiB otherwise) and the gradients
         themselves. A tensor that needs no gradient costs no buffer and no product. No host
         synchronisation; capturable in a CUDA graph; deterministic for a given GPU and shape. The
         gradients are made in the forward when ``reduction`` is a scalar one; with ``"none"`` the

@@ -128,7 +128,7 @@ def chunked_linear_log_probs(
         Memory above the inputs: two or three numbers per row from forward to backward (and the
         logits where ``keep_logits`` says so, in place of the sum and the chunk below), one chunk of
         logits (at most 512 MiB on CUDA when ``weight`` needs a gradient, or as much as its fp32
-        accumulator's final cast takes; 160 MiB when only others do; 128 MiB without gradients) and
+        accumulator's final cast takes; 256 MiB when only others do; 128 MiB without gradients) and
         the gradients themselves. A tensor that needs no gradient costs no buffer and no product.
         The backward projects once more, unless the logits are kept. No host synchronisation;
         capturable in a CUDA graph; deterministic for a given GPU and shape.

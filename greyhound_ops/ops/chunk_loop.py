@@ -287,7 +287,8 @@ def class_parts(num_classes: int, compute_dtype: torch.dtype, device_type: str) 
     return [slice(0, num_classes - odd), slice(num_classes - odd, num_classes)]
 
 
-# Room for a dense product that `_rounded_once` then moves to its place.
+# Room for a dense product that `_rounded_once` then moves to its place, or a quarter of the chunk:
+# with few rows each product would read the whole head for little work.
 DENSE_BYTES = 32 * chunking.MIB
 
 
@@ -297,7 +298,7 @@ def _rounded_once(out: Tensor, bias: Tensor, rows: Tensor, weight: Tensor) -> No
     cuBLAS adds a bias before it rounds only into dense memory; elsewhere the product is rounded
     first, and logits are off by 6% more (H200, torch 2.11, bf16).
     """
-    most = max(DENSE_BYTES // (out.shape[1] * out.element_size()), 1)
+    most = max(DENSE_BYTES // (out.shape[1] * out.element_size()), out.shape[0] // 4, 1)
     dense = out.new_empty(min(most, out.shape[0]), out.shape[1])
     for here, source in zip(out.split(most), rows.split(most), strict=True):
         here.copy_(torch.addmm(bias, source, weight.t(), out=dense[: len(here)]))

@@ -101,6 +101,22 @@ def test_regions(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert relative_error(made[key], value) < 1e-13, key
 
 
+def test_a_bias_is_added_into_dense_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense: list[bool] = []
+    addmm = torch.addmm
+
+    def spy(bias: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if bias.dim() == 1:
+            dense.append(out.is_contiguous())
+        return addmm(bias, *args, out=out, **kwargs)
+
+    monkeypatch.setattr(chunk_loop, "class_parts", two_parts)
+    monkeypatch.setattr(torch, "addmm", spy)
+    results("cross_entropy", torch.bfloat16, transposed=False, bias=True)
+    assert dense
+    assert all(dense)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_parts_that_cancel(
     dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch

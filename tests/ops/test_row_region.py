@@ -1073,9 +1073,15 @@ def test_body_sees_nothing_else() -> None:
     for expression in ("open('x')", "math.pi"):
         with pytest.raises(NameError):
             bad(body=f"{ROW_BODY}[{expression}]")()
-    for start in (f"{ROW_BODY}[__import__('os')]", f"import os\n{ROW_BODY}[os]"):
+    for text in (
+        f"{ROW_BODY}[__import__('os')]",
+        f"import os\n{ROW_BODY}[os]",
+        f"{ROW_BODY}[__builtins__['__import__']('os')]",
+        f"{ROW_BODY}[body.__globals__['__builtins__']]",
+        f"{ROW_BODY}[body.__builtins__]",
+    ):
         with pytest.raises(ValueError, match=r"body: .* it imports something"):
-            bad(body=start)()
+            bad(body=text)()
 
 
 def test_torch_may_import_where_a_body_calls_it() -> None:
