@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -576,6 +577,14 @@ class ChunkLoop:
             _accumulate(out, factors[:, part], self._weight[part], first, alpha)
             first = False
 
+    def _wide_products(self, factors: Tensor, alpha: float) -> Iterator[tuple[slice, Tensor]]:
+        """``alpha * factors @ weight`` in float32, some rows at a time."""
+        for part in _parts(factors.shape[0], self._grad_input_rows):
+            shape = (part.stop - part.start, self._weight.shape[1])
+            product = factors.new_empty(shape, dtype=torch.float32)
+            self._times_head(product, factors[part], True, alpha)
+            yield part, product
+
     def fold_input(self, grad_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """Write ``grad_input`` of some rows, or add to it.
 
@@ -588,10 +597,8 @@ class ChunkLoop:
         if len(self._class_parts) > 1 and out.dtype.itemsize == 2:
             # Parts of the classes may be all but opposite, a target among the last few and the
             # others, where rows of the head have much in common: their sum is rounded once.
-            for part in _parts(out.shape[0], self._grad_input_rows):
-                wide = torch.empty_like(out[part], dtype=torch.float32)
-                self._times_head(wide, grad_logits[part], True, 1.0 / self.gain)
-                out[part] = wide
+            for part, product in self._wide_products(grad_logits, 1.0 / self.gain):
+                out[part] = product
             return
         if out.dtype == self._weight.dtype or (out.is_cuda and out.dtype == torch.float32):
             for part in _parts(out.shape[0], self._grad_input_rows):
@@ -618,16 +625,9 @@ class ChunkLoop:
         assert self.grad_input is not None
         chunk = self.buffer(start, stop)
         finish = source(chunk)
-        for part in _parts(stop - start, self._grad_input_rows):
+        # fp32 between the product and the factor: grad_input is rounded once.
+        for part, product in self._wide_products(chunk, 1.0):
             rows = slice(start + part.start, start + part.stop)
-            # fp32 between the product and the factor: grad_input is rounded once.
-            product = torch.empty(
-                part.stop - part.start,
-                self._weight.shape[1],
-                dtype=torch.float32,
-                device=chunk.device,
-            )
-            self._times_head(product, chunk[part], True, 1.0)
             finish(rows, part, product, self.grad_input[rows])
 
     def free_chunk(self) -> None:

@@ -119,6 +119,13 @@ def _recomputes(reduction: str, return_lse: bool, needs: GradientNeeds) -> bool:
     return bool(needs) and (return_lse or (reduction == "none" and (needs.weight or needs.bias)))
 
 
+def _made_now(reduction: str, return_lse: bool, needs: GradientNeeds) -> GradientNeeds:
+    """The gradients that the forward makes: all or none."""
+    if _recomputes(reduction, return_lse, needs):
+        return GradientNeeds(False, False, False)
+    return needs
+
+
 # ----------------------------------------------------------------------------- implementations
 
 # Memory of a projection that stores nothing of [rows, V]: rows in the order of those that count,
@@ -440,9 +447,7 @@ def planned_rows(call: Any) -> int:
         Rows.
     """
     needs = GradientNeeds(call.need_grad_input, call.need_grad_weight, call.need_grad_bias)
-    made_now = needs
-    if _recomputes(call.reduction, call.return_lse, needs):
-        made_now = GradientNeeds(False, False, False)
+    made_now = _made_now(call.reduction, call.return_lse, needs)
     rows = call.input.reshape(-1, call.input.shape[-1])
     compute_dtype = validation.resolve_compute_dtype(call.input, call.weight, call.compute_dtype)
     loop = _forward_loop(
@@ -501,9 +506,7 @@ def _forward(
     if row_weight is not None:
         row_weight = row_weight.reshape(-1).to(dtype)
 
-    made_now = needs
-    if _recomputes(reduction, return_lse, needs):
-        made_now = GradientNeeds(False, False, False)
+    made_now = _made_now(reduction, return_lse, needs)
     deferred = defers_division(compute_dtype)
     live = None
     if live_loop.serves(rows, weight, made_now, compute_dtype):

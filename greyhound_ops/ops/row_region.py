@@ -163,10 +163,10 @@ def _function(
         if recorded:
             source = row_statistics.rewritten(source, recorded)
             names.update(row_statistics.NAMES)
-        code = compile(source, "<greyhound row_region>", "exec")
-        if _reaches_out(source):
+        tree = ast.parse(source)
+        if _reaches_out(tree):
             raise NameError("it imports something or has a name that begins with two underscores")
-        exec(code, names)
+        exec(compile(tree, "<greyhound row_region>", "exec"), names)
     except Exception as error:
         raise ValueError(f"body: expected Python source, got an error: {error}") from error
     function = names.get("body")
@@ -178,8 +178,8 @@ def _function(
     return function
 
 
-def _reaches_out(source: str) -> bool:
-    for node in ast.walk(ast.parse(source)):
+def _reaches_out(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return True
         if isinstance(node, ast.Name) and node.id.startswith("__"):
