@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+import hopper
 from greyhound_ops.kernels import products
-from kernels import hopper
 
 # What one program of sm_90 may take; the launch fails above it.
 MOST_SHARED_BYTES = 227 * 1024

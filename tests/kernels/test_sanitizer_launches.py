@@ -11,9 +11,9 @@ import os
 import pytest
 import torch
 
+import hopper
 from greyhound_ops.kernels import cross_entropy as cross_entropy_kernels
 from greyhound_ops.kernels import distillation as distillation_kernels
-from kernels import hopper
 from sanitizer import launch
 
 # Constants that the device or the size decides, of which one process sees one value.
