@@ -239,17 +239,14 @@ def _torch_rows(
 
 
 def row_losses(
-    logits: Any,
+    logits: Tensor,
     target: Tensor,
     loss: Tensor,
     statistics: Tensor,
     row_loss: RowLoss,
     **kwargs: Any,
-) -> Any:
-    """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch.
-
-    ``logits`` are a tensor or, where Triton's kernels run, panels.
-    """
+) -> Tensor:
+    """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
     if not use_triton(logits.dtype, logits.device.type):
         grad = _torch_rows(logits, target, loss, statistics, row_loss, **kwargs)
         if grad is None:
@@ -550,11 +547,11 @@ def _forward(
     def row_pass(
         start: int,
         stop: int,
-        logits: Any,
+        logits: Tensor,
         labels: Tensor,
         row_weight: Tensor | None,
         **rows: Any,
-    ) -> Any:
+    ) -> Tensor:
         return row_losses(
             logits,
             labels[start:stop],
@@ -582,7 +579,7 @@ def _forward(
         partial_sums = exponentials.live.partial_sums()
     if live is not None and exponentials is None:
 
-        def live_pass(start: int, stop: int, logits: Any) -> None:
+        def live_pass(start: int, stop: int, logits: Tensor) -> None:
             row_pass(
                 start, stop, logits, live.labels, live_weight, live=live.count, live_start=start
             )
