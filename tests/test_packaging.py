@@ -3,6 +3,7 @@ from __future__ import annotations
 import configparser
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -85,3 +86,17 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert f"Version: {greyhound_ops.__version__}" in text
     assert "License-Expression: Apache-2.0" in text
     assert "Requires-Dist: torch>=2.11" in text
+
+
+def test_no_installed_package_hides_a_folder_of_tests() -> None:
+    # A folder without __init__.py yields to any regular package of its name, wherever that stands
+    # on the path: with transformers 5.25 came one named kernels.
+    tests = Path(__file__).parent
+    folders = {each.name for each in tests.iterdir() if each.is_dir()}
+    imported = {
+        match.group(1)
+        for path in tests.rglob("*.py")
+        for match in re.finditer(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert imported & folders
+    assert [n for n in sorted(imported & folders) if not (tests / n / "__init__.py").exists()] == []
