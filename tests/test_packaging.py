@@ -98,5 +98,7 @@ def test_no_installed_package_hides_a_folder_of_tests() -> None:
         for path in tests.rglob("*.py")
         for match in re.finditer(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
     }
-    assert imported & folders
-    assert [n for n in sorted(imported & folders) if not (tests / n / "__init__.py").exists()] == []
+    open_to_it = [n for n in sorted(imported & folders) if not (tests / n / "__init__.py").exists()]
+    # At the root of a checkout stands another folder of that name, and nothing here may make it
+    # look like a package (test_no_package_called_lowering).
+    assert open_to_it == ["lowering"]

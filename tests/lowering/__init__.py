@@ -1,1 +1,0 @@
-"""Shared by tests of other folders: a package, which no installed one of its name can hide."""
