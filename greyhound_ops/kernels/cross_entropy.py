@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from greyhound_ops.kernels.panels import WIDTH, Panels, places
+
 # Rows of one block of a sum over rows: what the products of `kernels.products` read beyond the last
 # row that counts.
 LIVE_ROWS = tl.constexpr(64)
@@ -65,8 +67,12 @@ def _add_block(
     row_ptr,
     class_weight_ptr,
     num_classes,
+    pitch,
+    shift,
+    panels,
     logit_scale,
     softcap,
+    PANELS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -77,11 +83,12 @@ def _add_block(
 ):
     """Statistics of a row with those of one more block of columns."""
     j = start + tl.arange(0, BLOCK)
+    at = places(j, pitch, shift, panels, PANELS)
     if WHOLE:
-        x = tl.load(row_ptr + j, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(row_ptr + at, eviction_policy="evict_last").to(tl.float32)
     else:
         x = tl.load(
-            row_ptr + j,
+            row_ptr + at,
             mask=j < num_classes,
             other=float("-inf"),
             eviction_policy="evict_last",
@@ -115,6 +122,9 @@ def _write_block(
     class_weight_ptr,
     target,
     num_classes,
+    pitch,
+    panel_shift,
+    panels,
     shift,
     log2_sum,
     hard,
@@ -123,6 +133,7 @@ def _write_block(
     scale,
     logit_scale,
     softcap,
+    PANELS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_MORE: tl.constexpr,
@@ -134,11 +145,12 @@ def _write_block(
 ):
     """Gradient of one block of columns, over its logits."""
     j = start + tl.arange(0, BLOCK)
+    at = places(j, pitch, panel_shift, panels, PANELS)
     if WHOLE:
-        x = tl.load(row_ptr + j, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(row_ptr + at, eviction_policy="evict_first").to(tl.float32)
     else:
         x = tl.load(
-            row_ptr + j,
+            row_ptr + at,
             mask=j < num_classes,
             other=float("-inf"),
             eviction_policy="evict_first",
@@ -161,9 +173,9 @@ def _write_block(
     grad *= scale
     grad = grad.to(grad_row_ptr.dtype.element_ty)
     if WHOLE:
-        tl.store(grad_row_ptr + j, grad)
+        tl.store(grad_row_ptr + at, grad)
     else:
-        tl.store(grad_row_ptr + j, grad, mask=j < num_classes)
+        tl.store(grad_row_ptr + at, grad, mask=j < num_classes)
 
 
 @triton.jit
@@ -188,12 +200,16 @@ def row_loss_and_grad(
     live_ptr,  # scalar int32, how many rows count of those that `live_start` numbers, or None
     live_start,
     num_classes,
+    pitch,  # of panels: elements from one to the next, and how far they are moved on
+    panel_shift,
+    panels,
     ignore_index,
     label_smoothing,
     z_loss,
     logit_scale,
     softcap,
     gain,
+    PANELS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -230,8 +246,9 @@ def row_loss_and_grad(
                 end = tl.where(read, num_classes, 0)
             for start in range(0, end, BLOCK):
                 j = start + columns
+                at = places(j, pitch, panel_shift, panels, PANELS)
                 zeros = tl.zeros([BLOCK], dtype=grad_ptr.dtype.element_ty)
-                tl.store(grad_row_ptr + j, zeros, mask=j < num_classes)
+                tl.store(grad_row_ptr + at, zeros, mask=j < num_classes)
     else:
         in_range = (target >= 0) & (target < num_classes)
         # A target outside the row is never used as an offset; it poisons its row instead.
@@ -266,8 +283,12 @@ def row_loss_and_grad(
                     row_ptr,
                     class_weight_ptr,
                     num_classes,
+                    pitch,
+                    panel_shift,
+                    panels,
                     logit_scale,
                     softcap,
+                    PANELS,
                     HAS_CLASS_WEIGHT,
                     HAS_SMOOTHING,
                     HAS_SCALE,
@@ -285,8 +306,12 @@ def row_loss_and_grad(
                     row_ptr,
                     class_weight_ptr,
                     num_classes,
+                    pitch,
+                    panel_shift,
+                    panels,
                     logit_scale,
                     softcap,
+                    PANELS,
                     HAS_CLASS_WEIGHT,
                     HAS_SMOOTHING,
                     HAS_SCALE,
@@ -301,7 +326,9 @@ def row_loss_and_grad(
             weighted = tl.sum(weights, 0)
             log_sum = tl.log(total)
             z_target = _transform(
-                tl.load(row_ptr + safe_target).to(tl.float32),
+                tl.load(row_ptr + places(safe_target, pitch, panel_shift, panels, PANELS)).to(
+                    tl.float32
+                ),
                 logit_scale,
                 softcap,
                 HAS_SCALE,
@@ -354,6 +381,9 @@ def row_loss_and_grad(
                     class_weight_ptr,
                     target,
                     num_classes,
+                    pitch,
+                    panel_shift,
+                    panels,
                     shift,
                     log2_sum,
                     hard,
@@ -362,6 +392,7 @@ def row_loss_and_grad(
                     scale,
                     logit_scale,
                     softcap,
+                    PANELS,
                     HAS_CLASS_WEIGHT,
                     HAS_SMOOTHING,
                     HAS_MORE,
@@ -379,6 +410,9 @@ def row_loss_and_grad(
                     class_weight_ptr,
                     target,
                     num_classes,
+                    pitch,
+                    panel_shift,
+                    panels,
                     shift,
                     log2_sum,
                     hard,
@@ -387,6 +421,7 @@ def row_loss_and_grad(
                     scale,
                     logit_scale,
                     softcap,
+                    PANELS,
                     HAS_CLASS_WEIGHT,
                     HAS_SMOOTHING,
                     HAS_MORE,
@@ -398,7 +433,7 @@ def row_loss_and_grad(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["panel_shift", "panels"])
 def cross_entropy_kernel(
     logits_ptr,  # [C, V], row stride logits_stride, unit column stride
     logits_stride,
@@ -419,12 +454,16 @@ def cross_entropy_kernel(
     live_ptr,  # scalar int32, how many rows count of those that `live_start` numbers, or None
     live_start,
     num_classes,
+    pitch,  # of panels: elements from one to the next, and how far they are moved on
+    panel_shift,
+    panels,
     ignore_index,
     label_smoothing,
     z_loss,
     logit_scale,
     softcap,
     gain,
+    PANELS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -461,12 +500,16 @@ def cross_entropy_kernel(
         live_ptr,
         live_start,
         num_classes,
+        pitch,
+        panel_shift,
+        panels,
         ignore_index,
         label_smoothing,
         z_loss,
         logit_scale,
         softcap,
         gain,
+        PANELS,
         HAS_CLASS_WEIGHT,
         HAS_SMOOTHING,
         HAS_Z_LOSS,
@@ -494,7 +537,7 @@ def launch_shape(num_classes: int, *, capped: bool = False) -> tuple[int, int]:
 
 
 def cross_entropy(
-    logits: torch.Tensor,
+    logits: torch.Tensor | Panels,
     target: torch.Tensor,
     loss: torch.Tensor,
     statistics: torch.Tensor,
@@ -519,8 +562,8 @@ def cross_entropy(
     """Write the losses and statistics of a chunk, and its logits gradient.
 
     Args:
-        logits: ``[C, V]``, unit column stride; holds the gradient afterwards if ``write_grad`` and
-            no ``grad_logits``.
+        logits: ``[C, V]``, unit column stride, or panels; holds the gradient afterwards if
+            ``write_grad`` and no ``grad_logits``, which panels do not go with.
         target: ``[C]`` int32 or int64.
         loss: ``[C]`` out, float32, contiguous; untouched if ``read_statistics``.
         statistics: ``[2, C]`` float32, unit column stride, out (in if ``read_statistics``): the
@@ -549,10 +592,16 @@ def cross_entropy(
     if rows == 0:
         return
     block, warps = launch_shape(num_classes, capped=softcap is not None)
-    grad = logits if grad_logits is None else grad_logits
+    pitch = panel_shift = panels = 0
+    if isinstance(logits, Panels):
+        pitch, panel_shift, panels = logits.pitch * WIDTH, logits.shift, logits.panels
+        values = logits.begin
+    else:
+        values = logits
+    grad = values if grad_logits is None else grad_logits
     cross_entropy_kernel[(rows,)](
-        logits,
-        logits.stride(0),
+        values,
+        values.stride(0),
         grad,
         grad.stride(0),
         target,
@@ -570,12 +619,16 @@ def cross_entropy(
         live,
         live_start,
         num_classes,
+        pitch,
+        panel_shift,
+        panels,
         ignore_index,
         label_smoothing,
         z_loss,
         logit_scale,
         0.0 if softcap is None else softcap,
         gain,
+        PANELS=panels > 0,
         HAS_CLASS_WEIGHT=class_weight is not None,
         HAS_SMOOTHING=label_smoothing != 0.0,
         HAS_Z_LOSS=z_loss != 0.0,

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 from greyhound_ops import torch_private
+from greyhound_ops.kernels import panels as panel_layout
+from greyhound_ops.kernels.panels import Panels, panel_row
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -139,17 +141,22 @@ def _store_quarters(acc, out_desc, row_start, BLOCK_M: tl.constexpr, BLOCK_N: tl
     out_desc.store([row_start, BLOCK_N // 4 * 3], fourth)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["panel_first", "panel_shift", "panels"])
 def logits_kernel(
     input_desc,  # [M, D] in tiles [BLOCK_M, BLOCK_K]
     weight_desc,  # [V, D] in tiles [BLOCK_N, BLOCK_K]
-    out_desc,  # [M, V] out, in tiles [BLOCK_M, BLOCK_N / 2]
+    out_desc,  # [M, V] out, or the memory of panels, in tiles [BLOCK_M, BLOCK_N / 2]
     bias_ptr,  # [V] or None
     live_ptr,
     start,
     num_rows,
     num_classes,
     hidden_size,
+    panel_first,
+    panel_pitch,
+    panel_shift,
+    panels,
+    PANELS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -177,8 +184,15 @@ def logits_kernel(
             acc += bias.to(tl.float32)[None, :]
         left, right = _halves(acc, BLOCK_M, BLOCK_N)
         middle = column_start + BLOCK_N // 2
-        out_desc.store([row_start, column_start], _narrow(left, out_desc.dtype, WIDEN))
-        out_desc.store([row_start, middle], _narrow(right, out_desc.dtype, WIDEN))
+        if PANELS:
+            row = panel_first + row_start
+            at = row + panel_row(column_start, panel_pitch, panel_shift, panels)
+            out_desc.store([at, 0], _narrow(left, out_desc.dtype, WIDEN))
+            at = row + panel_row(middle, panel_pitch, panel_shift, panels)
+            out_desc.store([at, 0], _narrow(right, out_desc.dtype, WIDEN))
+        else:
+            out_desc.store([row_start, column_start], _narrow(left, out_desc.dtype, WIDEN))
+            out_desc.store([row_start, middle], _narrow(right, out_desc.dtype, WIDEN))
 
 
 @triton.jit
@@ -245,9 +259,9 @@ def _waves(tiles: int, programs: int) -> float:
     return float(triton.cdiv(tiles * parts, programs) / parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["panel_first", "panel_shift", "panels"])
 def grad_input_kernel(
-    grad_desc,  # [M, V] in tiles [BLOCK_M, BLOCK_K]
+    grad_desc,  # [M, V], or the memory of panels, in tiles [BLOCK_M, BLOCK_K]
     weight_desc,  # [V, D] in tiles [BLOCK_K, BLOCK_N]
     parts_desc,  # [blocks * BLOCK_M, BLOCK_N] float32 out, in tiles [BLOCK_M, BLOCK_N / 4]
     live_ptr,
@@ -256,6 +270,11 @@ def grad_input_kernel(
     num_classes,
     hidden_size,
     programs,
+    panel_first,
+    panel_pitch,
+    panel_shift,
+    panels,
+    PANELS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     MOST_UNITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -275,8 +294,13 @@ def grad_input_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(blocks_k):
             # What lies beyond V, in the last part, is read as zeros.
-            a = grad_desc.load([row_start, (first + k) * BLOCK_K])
-            b = weight_desc.load([(first + k) * BLOCK_K, column_start])
+            column = (first + k) * BLOCK_K
+            if PANELS:
+                row = panel_first + panel_row(column, panel_pitch, panel_shift, panels)
+                a = grad_desc.load([row + row_start, column % (BLOCK_N // 2)])
+            else:
+                a = grad_desc.load([row_start, column])
+            b = weight_desc.load([column, column_start])
             if WIDEN:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
@@ -371,9 +395,14 @@ def _fold(
             low_desc.store([row_start, column_start], rest)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "panels", "panel_start", "panel_stop", "own_row", "own_pitch", "own_shift", "own_blocks",
+        "spare_row", "spare_pitch", "other_row", "other_pitch",
+    ]
+)  # fmt: skip
 def grad_weight_kernel(
-    grad_desc,  # [M, V] in tiles [BLOCK_K, BLOCK_M]
+    grad_desc,  # [M, V], or all memory in which there are panels, in tiles [BLOCK_K, BLOCK_M]
     rows_desc,  # [M, D] in tiles [BLOCK_K, BLOCK_N]
     high_desc,  # [V, D] in tiles [BLOCK_M, BLOCK_N / PIECES]: the sum, in the end the gradient
     low_desc,  # [V, D] likewise: what bf16 cannot hold of the sum; or None
@@ -382,6 +411,18 @@ def grad_weight_kernel(
     num_rows,
     num_classes,
     hidden_size,
+    panels,
+    panel_start,  # panels of this launch
+    panel_stop,
+    own_row,  # row of the descriptor where the panels in the gradient's memory begin
+    own_pitch,
+    own_shift,
+    own_blocks,  # blocks of BLOCK_K rows that they hold; the rest is in other memory
+    spare_row,  # where the last of them have been copied to
+    spare_pitch,
+    other_row,
+    other_pitch,
+    PANELS: tl.constexpr,
     READS: tl.constexpr,  # adds to what is there
     HAS_LOW: tl.constexpr,
     LAST: tl.constexpr,  # with low: this launch is for the last chunk with rows that count
@@ -395,6 +436,8 @@ def grad_weight_kernel(
     live = tl.load(live_ptr)
     rows_here = tl.minimum(tl.maximum(live - start, 0), num_rows)
     tiles_m = tl.cdiv(num_classes, BLOCK_M)
+    if PANELS:
+        tiles_m = panel_stop - panel_start
     tiles_n = tl.cdiv(hidden_size, BLOCK_N)
     # The first chunk writes zeros where nothing counts at all.
     wanted = (live > start) | (start == 0)
@@ -410,8 +453,18 @@ def grad_weight_kernel(
         row_start = (group * GROUP + inner % size) * BLOCK_M
         column_start = (inner // size) * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        if PANELS:
+            row_start += panel_start * BLOCK_M
+            panel = row_start // BLOCK_M
+            place = panel + own_shift
+            moved = spare_row + (place - panels) * spare_pitch
+            own = tl.where(place < panels, own_row + place * own_pitch, moved)
+            other = other_row + panel * other_pitch - own_blocks * BLOCK_K
         for k in range(blocks_k):
-            a = grad_desc.load([k * BLOCK_K, row_start])
+            if PANELS:
+                a = grad_desc.load([tl.where(k < own_blocks, own, other) + k * BLOCK_K, 0])
+            else:
+                a = grad_desc.load([k * BLOCK_K, row_start])
             b = rows_desc.load([k * BLOCK_K, column_start])
             if WIDEN:
                 a = a.to(tl.float32)
@@ -563,26 +616,29 @@ class Products:
             num_warps=4,
         )
 
-    def logits(self, rows: torch.Tensor, out: torch.Tensor, start: int) -> None:
+    def logits(self, rows: torch.Tensor, out: torch.Tensor | Panels, start: int) -> None:
         """Project rows; tiles behind the last one that counts are left as they are.
 
         Args:
             rows: ``[M, D]`` bf16, contiguous.
-            out: ``[M, V]`` bf16, rows on 16 bytes.
+            out: ``[M, V]`` bf16, rows on 16 bytes, or panels.
             start: First row.
         """
         num_rows = rows.shape[0]
+        memory, *panels = _layout(out)
         tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(self.num_classes, BLOCK_N)
         logits_kernel[(min(self.programs, tiles),)](
             TensorDescriptor.from_tensor(rows, [BLOCK_M, BLOCK_K]),
             self._weight_rows,
-            _tiles(out, [BLOCK_M, BLOCK_N // 2]),
+            _tiles(memory, [BLOCK_M, BLOCK_N // 2]),
             self.bias,
             self.live,
             start,
             num_rows,
             self.num_classes,
             self.hidden_size,
+            *panels,
+            PANELS=isinstance(out, Panels),
             HAS_BIAS=self.bias is not None,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
@@ -596,18 +652,22 @@ class Products:
         """Room for the sums of one `grad_input`, float32."""
         tiles = self.input_rows // BLOCK_M * triton.cdiv(self.hidden_size, BLOCK_N)
         blocks = max(self.programs * MOST_UNITS, tiles)
-        return self.weight.new_empty((blocks * BLOCK_M, BLOCK_N), dtype=torch.float32)
+        # A row more than needed, to begin with panels where another memory's rows do.
+        return self.weight.new_empty((blocks * BLOCK_M + 1, BLOCK_N), dtype=torch.float32)
 
-    def grad_input(self, grad_logits: torch.Tensor, parts: torch.Tensor, start: int) -> None:
+    def grad_input(
+        self, grad_logits: torch.Tensor | Panels, parts: torch.Tensor, start: int
+    ) -> None:
         """Multiply the logits gradient of some rows by the head, into partial sums.
 
         Args:
-            grad_logits: ``[M, V]`` bf16, rows on 16 bytes, at most `input_rows`.
+            grad_logits: ``[M, V]`` bf16, rows on 16 bytes, or panels; at most `input_rows`.
             parts: From `partial_sums`.
             start: First row.
         """
+        memory, *panels = _layout(grad_logits)
         grad_input_kernel[(self.programs,)](
-            _tiles(grad_logits, [BLOCK_M, BLOCK_K]),
+            _tiles(memory, [BLOCK_M, BLOCK_K]),
             self._weight_sums,
             _tiles(parts, [BLOCK_M, BLOCK_N // 4]),
             self.live,
@@ -616,6 +676,8 @@ class Products:
             self.num_classes,
             self.hidden_size,
             self.programs,
+            *panels,
+            PANELS=isinstance(grad_logits, Panels),
             MOST_SPLITS=MOST_SPLITS,
             MOST_UNITS=MOST_UNITS,
             BLOCK_M=BLOCK_M,
@@ -698,36 +760,141 @@ class Products:
             start: First row.
             all_rows: N.
         """
+        grad_desc = _tiles(grad_logits, [BLOCK_K, BLOCK_M])
+        self._grad_weight(grad_desc, rows, high, low, start, all_rows, None)
+
+    def grad_weight_in_place(
+        self,
+        own: Panels | None,
+        other: Panels | None,
+        spare: torch.Tensor,
+        rows: torch.Tensor,
+        high: torch.Tensor,
+        low: torch.Tensor | None,
+        start: int,
+        all_rows: int,
+    ) -> None:
+        """Fold some rows, whose logits gradient may lie where the head's gradient goes.
+
+        All of them are one product, summed up in float32.
+
+        Args:
+            own: The first rows' logits gradient, in the memory of ``high``
+                (`kernels.panels.in_gradient`), a multiple of `BLOCK_K` of them if there is an
+                ``other``; or None.
+            other: That of the rows behind, or None.
+            spare: Memory of `spare_panels` panels, written over.
+            rows: As for `grad_weight`, like what follows; ``own`` only with the first.
+            high: Contiguous.
+            low: Likewise.
+            start: First row.
+            all_rows: N.
+        """
+        held = own if other is None else other
+        assert held is not None
+        panels, own_rows = held.panels, 0 if own is None else own.num_rows
+        step, spare_pitch = panels, panel_layout.padded(own_rows)
+        memories = [held.memory, held.memory, held.memory]
+        if own is not None:
+            # The last panels, which lie where the first rows of the gradient go.
+            step = own.shift
+            flat = spare.view(-1).view(own.dtype)
+            moved = panel_layout.in_chunk(flat, own_rows, step * BLOCK_M, own.memory).memory
+            source = own.memory.view(panels, own.pitch, -1)[:step, :spare_pitch]
+            moved.view(source.shape).copy_(source)
+            memories = [own.memory, moved, held.memory]
+        # One descriptor for all of them, wherever they lie: a loop over blocks of rows that loads
+        # by one of two would not be pipelined.
+        base = min(memories, key=lambda memory: memory.data_ptr())
+        row_bytes = base.stride(0) * base.element_size()
+        own_row, spare_row, other_row = away = [
+            (each.data_ptr() - base.data_ptr()) // row_bytes for each in memories
+        ]
+        extent = max(at + each.shape[0] for at, each in zip(away, memories, strict=True))
+        window = TensorDescriptor(
+            base, [extent, base.shape[1]], [base.stride(0), 1], [BLOCK_K, BLOCK_M]
+        )
+        places = [
+            [
+                panels,
+                first,
+                min(first + step, panels),
+                own_row,
+                0 if own is None else own.pitch,
+                0 if own is None else own.shift,
+                triton.cdiv(own_rows, BLOCK_K),
+                spare_row,
+                spare_pitch,
+                other_row + (0 if other is None else other.first),
+                0 if other is None else other.pitch,
+            ]
+            for first in range(0, panels, step)
+        ]
+        self._grad_weight(window, rows, high, low, start, all_rows, places)
+
+    def spare_panels(self, own_rows: int, spare: torch.Tensor) -> int:
+        """How many panels of a gradient's memory are multiplied at a time, and must be moved.
+
+        Args:
+            own_rows: Rows of logits in the gradient's memory.
+            spare: Memory for them.
+
+        Returns:
+            As many as ``spare`` holds, cut to whole waves of programs; never none.
+        """
+        row_elements = panel_layout.WIDTH * torch.bfloat16.itemsize // spare.element_size()
+        most = (spare.numel() // row_elements - 1) // panel_layout.padded(own_rows)
+        tiles_n = triton.cdiv(self.hidden_size, BLOCK_N)
+        waves = most * tiles_n // self.programs
+        return max(min(waves * self.programs // tiles_n if waves else most, most), 1)
+
+    def _grad_weight(
+        self,
+        grad_desc: TensorDescriptor,
+        rows: torch.Tensor,
+        high: torch.Tensor,
+        low: torch.Tensor | None,
+        start: int,
+        all_rows: int,
+        places: list[list[int]] | None,
+    ) -> None:
+        """Launch by launch, of one matrix or of panels in some places."""
         num_rows = rows.shape[0]
         reads = start > 0
         pieces, stages = fold_shape(reads, high.dtype, low is not None)
         box = [BLOCK_M, BLOCK_N // pieces]
+        descriptors = [
+            grad_desc,
+            TensorDescriptor.from_tensor(rows, [BLOCK_K, BLOCK_N]),
+            _tiles(high, box),
+            None if low is None else _tiles(low, box),
+        ]
         # With a second half there are two launches, one of which ends at once: after the last chunk
         # that counts the second half is of no use. Behind the last chunk of all nothing counts.
         more = low is not None and start + num_rows < all_rows
-        for last in (False, True) if more else (True,):
-            grad_weight_kernel[(self.programs,)](
-                _tiles(grad_logits, [BLOCK_K, BLOCK_M]),
-                TensorDescriptor.from_tensor(rows, [BLOCK_K, BLOCK_N]),
-                _tiles(high, box),
-                None if low is None else _tiles(low, box),
-                self.live,
-                start,
-                num_rows,
-                self.num_classes,
-                self.hidden_size,
-                READS=reads,
-                HAS_LOW=low is not None,
-                LAST=last,
-                PIECES=pieces,
-                GROUP=GROUP,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=BLOCK_K,
-                WIDEN=self._widen,
-                num_stages=stages,
-                num_warps=WARPS,
-            )
+        for place in places or [[0] * 11]:
+            for last in (False, True) if more else (True,):
+                grad_weight_kernel[(self.programs,)](
+                    *descriptors,
+                    self.live,
+                    start,
+                    num_rows,
+                    self.num_classes,
+                    self.hidden_size,
+                    *place,
+                    PANELS=places is not None,
+                    READS=reads,
+                    HAS_LOW=low is not None,
+                    LAST=last,
+                    PIECES=pieces,
+                    GROUP=GROUP,
+                    BLOCK_M=BLOCK_M,
+                    BLOCK_N=BLOCK_N,
+                    BLOCK_K=BLOCK_K,
+                    WIDEN=self._widen,
+                    num_stages=stages,
+                    num_warps=WARPS,
+                )
 
 
 def fold_shape(reads: bool, dtype: torch.dtype, low: bool) -> tuple[int, int]:
@@ -739,6 +906,13 @@ def fold_shape(reads: bool, dtype: torch.dtype, low: bool) -> tuple[int, int]:
     wide = dtype == torch.float32
     loads = reads and (wide or low)  # a bf16 sum is added to where it lies
     return 4 if reads and wide else 2, STAGES - (loads or wide)
+
+
+def _layout(logits: torch.Tensor | Panels) -> tuple[torch.Tensor, int, int, int, int]:
+    """Memory of logits, and what the kernels need to know of panels."""
+    if isinstance(logits, Panels):
+        return logits.memory, logits.first, logits.pitch, logits.shift, logits.panels
+    return logits, 0, 0, 0, 0
 
 
 def _tiles(matrix: torch.Tensor, box: list[int]) -> TensorDescriptor:

@@ -175,6 +175,8 @@ def _budget_bytes(
             # Chunks as large as the two halves; of LIVE_ROWS, where those are small.
             wanted = LIVE_ROWS * row_bytes(weight.shape[0], compute_dtype, device_type)
             cast_bytes = max(weight.numel() * 2 * stored_dtype.itemsize, min(wanted, LIVE_BYTES))
+            # What several chunks would need and one does not: the second half, and such a chunk.
+            accumulator_bytes = weight.numel() * stored_dtype.itemsize + cast_bytes
     return chunking.chunk_budget_bytes(
         device_type,
         need_grad_weight=needs.weight,
@@ -315,6 +317,26 @@ def _parts(rows: int, most: int) -> list[slice]:
     ]
 
 
+def _rows_in_gradient(weight: Tensor, dtype: torch.dtype) -> int:
+    """Rows of logits that the memory of ``grad_weight`` holds."""
+    from greyhound_ops.kernels import panels  # Triton is not there on every platform
+
+    return panels.rows_in_gradient(weight.shape[1], dtype)
+
+
+def _empty_for_panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    from greyhound_ops.kernels import panels
+
+    return panels.empty_gradient(weight, dtype)
+
+
+def _panel_elements(rows: int, num_classes: int) -> int:
+    """Elements of a chunk in panels, and of one row to begin where other memory's rows do."""
+    from greyhound_ops.kernels import panels
+
+    return panels.elements(rows, num_classes) + panels.WIDTH if rows else 0
+
+
 class ChunkMemory:
     """One allocation for the chunks of loops that run in turn, made when it is first needed.
 
@@ -366,7 +388,9 @@ class ChunkLoop:
         like: A loop over the same weight, whose copy in the dtype of the products is used again;
             None for ``sums``.
         grad_input: Where ``grad_input`` goes, ``[N, D]``; None for a buffer of its own.
-        live: The gradients are made by `live_loop`, which keeps the sum in `live_sums`.
+        live: The gradients are made by `live_loop`, which keeps the sum in `live_sums`. Unless the
+            caller wishes rows per chunk, the logits of the first ones lie in the memory of
+            ``grad_weight`` (`kernels.panels`), and `own_rows` says how many.
         may_keep_gradient: Where the logits gradient of all rows takes no more than a float32 sum
             over chunks would, keep it and take ``grad_weight`` by one product in `finish`. The
             chunk is then part of it, so that it must be this loop's own, and every row must be
@@ -415,8 +439,13 @@ class ChunkLoop:
         self._grad_input_rows = max(GRAD_INPUT_ELEMENTS // max(weight.shape[1], 1), 128)
 
         a_row = row_bytes(num_classes, compute_dtype, input.device.type, beside)
-        self.rows = chunking.chunk_rows(
-            self.num_rows,
+        self.own_rows = 0
+        self.in_place = live and chunk_size is None
+        if self.in_place:
+            self.own_rows = min(self.num_rows, _rows_in_gradient(weight, self._stored_dtype))
+        rest = self.num_rows - self.own_rows
+        self.rows = self.own_rows + chunking.chunk_rows(
+            rest,
             a_row,
             _budget_bytes(
                 input.device.type,
@@ -425,7 +454,7 @@ class ChunkLoop:
                 compute_dtype,
                 accum,
                 # One chunk of all rows only where its gradient takes the place of the logits.
-                0 if may_keep_gradient or shared_sums or beside else self.num_rows * a_row,
+                0 if may_keep_gradient or shared_sums or beside else rest * a_row,
                 budget,
                 settings().chunk_budget_bytes,
                 live,
@@ -461,7 +490,9 @@ class ChunkLoop:
         self._begun = False  # whether the accumulator holds anything yet
         own = sums is None
         self._accumulator: Tensor | None = None
-        if own and needs.weight and not self.keeps_gradient:
+        if own and needs.weight and self.in_place:
+            self._accumulator = _empty_for_panels(weight, accum_dtype)
+        elif own and needs.weight and not self.keeps_gradient:
             self._accumulator = empty_grad_weight(weight, accum_dtype)
         self._head = weight if self.keeps_gradient else None  # its layout, for `finish`
         self._kept_rows = 0
@@ -475,7 +506,10 @@ class ChunkLoop:
         self._class_parts = class_parts(num_classes, compute_dtype, input.device.type)
         self._padded = padded_classes(num_classes, compute_dtype)
         held_rows = self.num_rows if self.keeps_gradient else min(self.rows, self.num_rows)
-        self._chunk.reserve(held_rows * self._padded)
+        if self.in_place:
+            self._chunk.reserve(_panel_elements(held_rows - self.own_rows, num_classes))
+        else:
+            self._chunk.reserve(held_rows * self._padded)
 
     def live_sums(self) -> tuple[Tensor, Tensor | None]:
         """Where ``grad_weight`` is summed up: the gradient, and what its dtype cannot hold."""
@@ -484,11 +518,19 @@ class ChunkLoop:
         return self._accumulator, torch.empty_like(self._accumulator) if self._keeps_low else None
 
     def spans(self, rows: int | None = None) -> list[tuple[int, int]]:
-        """Start and stop row of every chunk, in order; of ``rows`` rows instead of the plan's."""
-        rows = self.rows if rows is None else rows
-        return [
-            (start, min(start + rows, self.num_rows)) for start in range(0, self.num_rows, rows)
-        ]
+        """Start and stop row of every chunk, in order; of ``rows`` rows instead of the plan's.
+
+        The first chunk has `own_rows` more than the others.
+        """
+        rows = self.rows - self.own_rows if rows is None else rows
+        starts = [0, *range(self.own_rows + rows, self.num_rows, max(rows, 1))]
+        stops = [*starts[1:], self.num_rows]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop > start]
+
+    @property
+    def chunk_memory(self) -> Tensor:
+        """The chunk, flat."""
+        return self._chunk.tensor(self._input)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -239,14 +239,17 @@ def _torch_rows(
 
 
 def row_losses(
-    logits: Tensor,
+    logits: Any,
     target: Tensor,
     loss: Tensor,
     statistics: Tensor,
     row_loss: RowLoss,
     **kwargs: Any,
-) -> Tensor:
-    """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
+) -> Any:
+    """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch.
+
+    ``logits`` are a tensor or, where Triton's kernels run, panels.
+    """
     if not use_triton(logits.dtype, logits.device.type):
         grad = _torch_rows(logits, target, loss, statistics, row_loss, **kwargs)
         if grad is None:
@@ -547,11 +550,11 @@ def _forward(
     def row_pass(
         start: int,
         stop: int,
-        logits: Tensor,
+        logits: Any,
         labels: Tensor,
         row_weight: Tensor | None,
         **rows: Any,
-    ) -> Tensor:
+    ) -> Any:
         return row_losses(
             logits,
             labels[start:stop],
@@ -579,7 +582,7 @@ def _forward(
         partial_sums = exponentials.live.partial_sums()
     if live is not None and exponentials is None:
 
-        def live_pass(start: int, stop: int, logits: Tensor) -> None:
+        def live_pass(start: int, stop: int, logits: Any) -> None:
             row_pass(
                 start, stop, logits, live.labels, live_weight, live=live.count, live_start=start
             )

@@ -39,6 +39,9 @@ LEAST_LOGITS_BYTES = 512 * 2**20
 PART_ROWS = 1024
 LARGE_PART_ROWS = 2048
 
+# Parts begin with a tile of the products.
+TILE_ROWS = 128
+
 
 def worth_it(input: Tensor, weight: Tensor) -> bool:
     """Whether rows that do not count are to be left out, where that can be done.
@@ -164,9 +167,9 @@ class _Forked:
             self._products.wait_event(done)
 
 
-# Loss and gradient of some rows: first row, row after the last and their logits ``[rows, V]``; the
-# gradient is written over them.
-RowPass = Callable[[int, int, Tensor], None]
+# Loss and gradient of some rows: first row, row after the last and their logits ``[rows, V]``, a
+# tensor or panels; the gradient is written over them.
+RowPass = Callable[[int, int, Any], None]
 
 
 def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
@@ -188,20 +191,19 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
         input = input.contiguous()  # once, and before the fork
     kernels = products.Products(weight, bias, live.order, live.count)
     spans = loop.spans()
-    most = min(loop.rows, loop.num_rows)
+    most = max((stop - start for start, stop in spans), default=0)
     rows = input.new_empty((most, input.shape[1]))
-    chunk = loop.buffer(0, most)
-    parts = kernels.partial_sums() if loop.grad_input is not None else None
+    parts = None
+    if loop.grad_input is not None or loop.own_rows:
+        parts = kernels.partial_sums()
     high, low = loop.live_sums()
-    part_rows = LARGE_PART_ROWS if most > LARGE_PART_ROWS else PART_ROWS
+    layout = _InPlace(loop, kernels, high, parts) if loop.in_place else _InChunk(loop, kernels)
     fork = _Forked(input.device)
     with fork.joined():
         for start, stop in spans:
             here = rows[: stop - start]
             kernels.gather(input, here, start)
-            cuts = [
-                (at, min(at + part_rows, stop - start)) for at in range(0, stop - start, part_rows)
-            ]
+            cuts = layout.cuts(start, stop)
             projected, passed = [], []
             # A part's pass is queued behind the next part's projection, which it then runs beside:
             # queued first, it would take the multiprocessors and run alone. Its gradient product
@@ -209,29 +211,117 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
             # launches for the other parts are empty, and the device would wait for the host.
             for step in range(len(cuts) + 2):
                 if step < len(cuts):
-                    at, end = cuts[step]
-                    kernels.logits(here[at:end], chunk[at:end], start + at)
+                    at, end, chunk = cuts[step]
+                    kernels.logits(here[at:end], chunk, start + at)
                     projected.append(fork.mark())
                 if 0 <= step - 1 < len(cuts):
-                    at, end = cuts[step - 1]
-                    work = functools.partial(row_pass, start + at, start + end, chunk[at:end])
+                    at, end, chunk = cuts[step - 1]
+                    work = functools.partial(row_pass, start + at, start + end, chunk)
                     passed.append(fork.run_pass(projected[step - 1], work))
                 if step >= 2:
-                    at, end = cuts[step - 2]
+                    at, end, chunk = cuts[step - 2]
                     fork.wait(passed[step - 2])
-                    if parts is not None:
-                        _fold_input(loop, kernels, parts, chunk, start, at, end)
-            kernels.grad_weight(chunk[: stop - start], here, high, low, start, loop.num_rows)
+                    if loop.grad_input is not None:
+                        _fold_input(loop, kernels, parts, layout, chunk, start + at, end - at)
+            layout.fold_head(here, high, low, start)
+
+
+def _part_rows(rows: int, all_rows: int) -> int:
+    """Rows of a part of some rows, of a chunk of all rows; parts are of nearly equal size."""
+    most = LARGE_PART_ROWS if all_rows > LARGE_PART_ROWS else PART_ROWS
+    return -(-rows // -(-rows // most) // TILE_ROWS) * TILE_ROWS
+
+
+class _InChunk:
+    """Logits of a chunk in memory of its own, row by row."""
+
+    def __init__(self, loop: ChunkLoop, kernels: Any) -> None:
+        self._loop, self._kernels = loop, kernels
+
+    def cuts(self, start: int, stop: int) -> list[tuple[int, int, Any]]:
+        """First row of every part, row after its last, and its logits."""
+        self._chunk = self._loop.buffer(start, stop)
+        rows = stop - start
+        size = LARGE_PART_ROWS if rows > LARGE_PART_ROWS else PART_ROWS
+        cuts = [(at, min(at + size, rows)) for at in range(0, rows, size)]
+        return [(at, end, self._chunk[at:end]) for at, end in cuts]
+
+    @staticmethod
+    def part(logits: Tensor, start: int, stop: int) -> Tensor:
+        """Some rows of logits."""
+        return logits[start:stop]
+
+    def fold_head(self, rows: Tensor, high: Tensor, low: Tensor | None, start: int) -> None:
+        """Add the product of the chunk to the head's gradient."""
+        self._kernels.grad_weight(self._chunk, rows, high, low, start, self._loop.num_rows)
+
+
+class _InPlace:
+    """Logits of the first rows where the head's gradient goes, those of others in a chunk."""
+
+    def __init__(self, loop: ChunkLoop, kernels: Any, high: Tensor, spare: Tensor | None) -> None:
+        from greyhound_ops.kernels import panels
+
+        self._loop, self._kernels, self._spare = loop, kernels, spare
+        self._num_classes = high.shape[0]
+        self._gradient = None
+        beside = high
+        if loop.own_rows:
+            assert spare is not None
+            shift = kernels.spare_panels(loop.own_rows, spare)
+            self._gradient = panels.in_gradient(high, loop.own_rows, shift)
+            beside = self._gradient.memory
+        rows = min(loop.rows, loop.num_rows) - loop.own_rows
+        self._chunk = None
+        if rows:
+            self._chunk = panels.in_chunk(loop.chunk_memory, rows, self._num_classes, beside)
+
+    def cuts(self, start: int, stop: int) -> list[tuple[int, int, Any]]:
+        """First row of every part, row after its last, and its logits."""
+        own = self._loop.own_rows if start == 0 else 0
+        self._own = self._gradient if own else None
+        self._other = None
+        if stop - start > own:
+            assert self._chunk is not None
+            self._other = self._chunk.part(0, stop - start - own)
+        cuts = []
+        for memory, before in ((self._own, 0), (self._other, own)):
+            if memory is None:
+                continue
+            rows = memory.num_rows
+            size = _part_rows(rows, stop - start)
+            for at in range(0, rows, size):
+                end = min(at + size, rows)
+                cuts.append((before + at, before + end, memory.part(at, end)))
+        return cuts
+
+    @staticmethod
+    def part(logits: Any, start: int, stop: int) -> Any:
+        """Some rows of logits."""
+        return logits.part(start, stop)
+
+    def fold_head(self, rows: Tensor, high: Tensor, low: Tensor | None, start: int) -> None:
+        """Write the head's gradient over the logits' gradient, or add the chunk's product to it."""
+        self._kernels.grad_weight_in_place(
+            self._own, self._other, self._spare, rows, high, low, start, self._loop.num_rows
+        )
 
 
 def _fold_input(
-    loop: ChunkLoop, kernels: Any, parts: Tensor, chunk: Tensor, start: int, at: int, end: int
+    loop: ChunkLoop,
+    kernels: Any,
+    parts: Tensor | None,
+    layout: _InChunk | _InPlace,
+    grad_logits: Any,
+    start: int,
+    num_rows: int,
 ) -> None:
-    """``grad_input`` of rows ``at`` to ``end`` of the chunk that begins with row ``start``."""
+    """``grad_input`` of some rows from ``start`` on."""
     assert loop.grad_input is not None
-    for first, last in kernels.pieces(end - at):
-        kernels.grad_input(chunk[at + first : at + last], parts, start + at + first)
-        kernels.finish_input(parts, loop.grad_input, start + at + first, last - first)
+    assert parts is not None
+    for first, last in kernels.pieces(num_rows):
+        kernels.grad_input(layout.part(grad_logits, first, last), parts, start + first)
+        kernels.finish_input(parts, loop.grad_input, start + first, last - first)
 
 
 def fold_exponentials(

@@ -22,7 +22,7 @@ def tiles(dtype: str, *box: int) -> str:
     return f"tensordesc<{dtype}{list(box)}>"
 
 
-def logits() -> Kernel:
+def logits(panels: bool) -> Kernel:
     types = {
         "input_desc": tiles("bf16", M, K),
         "weight_desc": tiles("bf16", N, K),
@@ -30,21 +30,26 @@ def logits() -> Kernel:
         "bias_ptr": "*bf16",
         "live_ptr": "*i32",
     }
-    return "products.logits_kernel", {"HAS_BIAS": True, **BLOCKS}, types, products.STAGES
+    constants = {"HAS_BIAS": True, "PANELS": panels, **BLOCKS}
+    return "products.logits_kernel", constants, types, products.STAGES
 
 
-def grad_input() -> Kernel:
+def grad_input(panels: bool) -> Kernel:
     types = {
         "grad_desc": tiles("bf16", M, K),
         "weight_desc": tiles("bf16", K, N),
         "parts_desc": tiles("fp32", M, N // 4),
         "live_ptr": "*i32",
     }
-    splits = {"MOST_SPLITS": products.MOST_SPLITS, "MOST_UNITS": products.MOST_UNITS}
+    splits = {
+        "PANELS": panels,
+        "MOST_SPLITS": products.MOST_SPLITS,
+        "MOST_UNITS": products.MOST_UNITS,
+    }
     return "products.grad_input_kernel", {**splits, **BLOCKS}, types, products.STAGES
 
 
-def grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> Kernel:
+def grad_weight(dtype: torch.dtype, reads: bool, low: bool, panels: bool = False) -> Kernel:
     pieces, stages = products.fold_shape(reads, dtype, low)
     name = "fp32" if dtype == torch.float32 else "bf16"
     types = {
@@ -55,7 +60,7 @@ def grad_weight(dtype: torch.dtype, reads: bool, low: bool) -> Kernel:
         "live_ptr": "*i32",
     }
     constants = {
-        "READS": reads, "HAS_LOW": low, "LAST": False, "PIECES": pieces,
+        "PANELS": panels, "READS": reads, "HAS_LOW": low, "LAST": False, "PIECES": pieces,
         "GROUP": products.GROUP, **BLOCKS,
     }  # fmt: skip
     if not low:
@@ -90,14 +95,21 @@ def projection(mode: str, live: bool) -> Kernel:
 
 
 KERNELS = {
-    "logits": logits(),
-    "grad_input": grad_input(),
+    "logits": logits(False),
+    "logits in panels": logits(True),
+    "grad_input": grad_input(False),
+    "grad_input of panels": grad_input(True),
     "grad_weight first": grad_weight(torch.bfloat16, False, False),
     "grad_weight first of several": grad_weight(torch.bfloat16, False, True),
     "grad_weight added": grad_weight(torch.bfloat16, True, False),
     "grad_weight added in halves": grad_weight(torch.bfloat16, True, True),
     "grad_weight fp32": grad_weight(torch.float32, False, False),
     "grad_weight added fp32": grad_weight(torch.float32, True, False),
+    "grad_weight of panels": grad_weight(torch.bfloat16, False, False, True),
+    "grad_weight of panels, first of several": grad_weight(torch.bfloat16, False, True, True),
+    "grad_weight of panels, added": grad_weight(torch.bfloat16, True, False, True),
+    "grad_weight of panels, added in halves": grad_weight(torch.bfloat16, True, True, True),
+    "grad_weight of panels, fp32": grad_weight(torch.float32, False, False, True),
     "sums": projection("sums", True),
     "exponentials": projection("exponentials", True),
     "statistics": projection("statistics", False),

@@ -265,3 +265,64 @@ def test_what_can_be_read_in_bulk() -> None:
             fake = torch.empty_strided((4, 16), (stride, 1), dtype=torch.bfloat16, device="cuda")
         assert products.tma_ready(fake) is ready
     assert not products.tma_ready(memory[1:].as_strided((4, 16), (16, 1)))
+
+
+# --------------------------------------------------------- logits where the head's gradient will be
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("rows", "accum", "weight_dtype", "budget"),
+    [
+        (100, "fp32", torch.bfloat16, None),  # all of them in the gradient's memory
+        (200, "fp32", torch.bfloat16, None),  # some beside it, in the same product
+        (330, "fp32", torch.bfloat16, 2**15),  # several chunks, whose sum has two halves
+        (330, "weight", torch.bfloat16, 2**15),
+        (330, "fp32", torch.float32, 2**15),  # a gradient of twice the bytes
+    ],
+)
+def test_logits_in_the_gradients_memory(
+    rows: int,
+    accum: str,
+    weight_dtype: torch.dtype,
+    budget: int | None,
+    share: float,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    monkeypatch.setattr(live_loop, "PART_ROWS", 128)
+    # Few panels at a time, so that products are written over logits that others have read.
+    monkeypatch.setattr(products.Products, "spare_panels", lambda *_: 2)
+    calls = counted(monkeypatch)
+    classes, hidden = 500, 136
+    input = torch.randn(rows, hidden, device=kernel_device).to(weight_dtype)
+    weight = torch.randn(classes, hidden, device=kernel_device).to(weight_dtype)
+    target = torch.randint(0, classes, (rows,), device=kernel_device)
+    target[torch.rand(rows, device=kernel_device) < share] = IGNORED
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype, **more: object) -> list[Tensor]:
+        leaves = [each.to(dtype).detach().requires_grad_() for each in (input, weight)]
+        loss = function(*leaves, target, ignore_index=IGNORED, **more)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 1.7))]
+
+    autocast = torch.autocast(
+        kernel_device.type, torch.bfloat16, enabled=weight_dtype != torch.bfloat16
+    )
+    with config.override(kernels="triton", chunk_budget_bytes=budget), autocast:
+        ours = run(chunked_linear_cross_entropy, weight_dtype, grad_weight_accum_dtype=accum)
+    assert calls == [1]
+    if share == 1.0:
+        assert not any(each.any() for each in ours)
+        return
+    with autocast:
+        plain = run(reference, weight_dtype)
+    input, weight = input.bfloat16(), weight.bfloat16()
+    exact = run(reference, torch.float64)
+    chunks = 1 if budget is None or accum == "fp32" else 5
+    slack = SLACK[torch.bfloat16] * chunks**0.5 + interpreter_slack(torch.bfloat16)
+    names = ("loss", "grad_input", "grad_weight")
+    for name, one, other, truth in zip(names, ours, plain, exact, strict=True):
+        assert_within_budget(name, one, other, truth, slack=slack)
+    # Memory behind the last class is that of its panel, no more.
+    assert ours[2].untyped_storage().nbytes() == 512 * hidden * weight_dtype.itemsize

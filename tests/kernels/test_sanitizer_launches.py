@@ -20,7 +20,11 @@ from sanitizer import launch
 BY_DEVICE = {"WIDEN", "APPROXIMATE"}
 
 # The interpreter takes seconds for tiles that a GPU does at once: every so manieth combination.
-EVERY = {"exponentials": 2, "products": 3} if os.environ.get("TRITON_INTERPRET") == "1" else {}
+EVERY = (
+    {"exponentials": 2, "products": 3, "panels": 3}
+    if os.environ.get("TRITON_INTERPRET") == "1"
+    else {}
+)
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 

@@ -41,7 +41,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 import greyhound_ops.kernels
 from greyhound_ops.kernels import cross_entropy as cross_entropy_kernels
 from greyhound_ops.kernels import distillation as distillation_kernels
-from greyhound_ops.kernels import exponentials, products
+from greyhound_ops.kernels import exponentials, panels, products
 from greyhound_ops.kernels import log_probs as log_probs_kernels
 from greyhound_ops.kernels import row_statistics as row_statistics_kernels
 from greyhound_ops.kernels import scale as scale_kernels
@@ -625,6 +625,78 @@ def launch_products(device: torch.device, options: Options) -> None:
         raise RuntimeError("grad_weight: not zero where no row counts")
 
 
+def launch_panels(device: torch.device, options: Options) -> None:
+    """A learning head whose first logits lie in its gradient's memory, two panels at a time."""
+    buffers = Buffers(device)
+    rows, classes, hidden = options["rows"], options["classes"], options["hidden"]
+    bf16, sum_dtype = torch.bfloat16, options["sum_dtype"]
+    input = buffers.uniform("input", rows, hidden, dtype=bf16, low=-1)
+    weight = buffers.uniform("weight", classes, hidden, dtype=bf16, low=-1)
+    target = buffers.target(rows, classes, options["ignored"], torch.int64)
+    if options["ignored"] == "all":
+        target.fill_(IGNORED)
+    ignored = target == IGNORED
+    input[ignored] = float("nan")
+    order, labels, live = products.compact(target, IGNORED)
+    kernels = products.Products(weight, None, order, live)
+    grad_input = buffers.output("grad_input", rows, hidden, dtype=bf16)
+    memory = buffers.make("grad_weight", panels.padded(classes), hidden, dtype=sum_dtype)
+    high, low = memory[:classes], None
+    if options["low"]:
+        low = buffers.make("what the sum's dtype cannot hold", classes, hidden, dtype=bf16)
+    own_rows = min(rows, panels.rows_in_gradient(hidden, sum_dtype))
+    size = options["chunk"]
+    chunk = buffers.make("chunk", panels.elements(size, classes) + panels.WIDTH, dtype=bf16)
+    spare = buffers.make("spare", (2 * panels.padded(own_rows) + 1) * panels.WIDTH, dtype=bf16)
+    start = 0
+    while start < rows:
+        own = panels.in_gradient(high, own_rows, 2) if start == 0 and own_rows else None
+        stop = min(start + size + (0 if own is None else own_rows), rows)
+        count = stop - start
+        beside = count - (0 if own is None else own_rows)
+        other = panels.in_chunk(chunk, beside, classes, memory) if beside else None
+        here = buffers.output("rows", count, hidden, dtype=bf16)
+        kernels.gather(input, here, start)
+        at = start
+        for part in (own, other):
+            if part is None:
+                continue
+            end = at + part.num_rows
+            kernels.logits(here[at - start : end - start], part, at)
+            cross_entropy_kernels.cross_entropy(
+                part,
+                labels[at:end],
+                buffers.output("loss", part.num_rows),
+                buffers.output("statistics", 2, part.num_rows),
+                class_weight=None,
+                class_weight_sum=None,
+                grad_scale=None,
+                row_scale=None,
+                live=live,
+                live_start=at,
+                ignore_index=IGNORED,
+                label_smoothing=0.1 if options["smoothing"] else 0.0,
+                z_loss=0.0,
+                logit_scale=1.0,
+                softcap=None,
+                gain=1.0,
+                read_statistics=False,
+                write_grad=True,
+            )
+            for cut, last in kernels.pieces(part.num_rows):
+                parts = poison_(kernels.partial_sums())
+                kernels.grad_input(part.part(cut, last), parts, at + cut)
+                kernels.finish_input(parts, grad_input, at + cut, last - cut)
+            at = end
+        kernels.grad_weight_in_place(own, other, spare, here, high, low, start, rows)
+        start = stop
+    buffers.check()
+    if bool((grad_input[ignored] != 0).any()):
+        raise RuntimeError("grad_input: an ignored row whose gradient is not zero")
+    if bool(high.isnan().any()) or (bool(ignored.all()) and bool((high != 0).any())):
+        raise RuntimeError("grad_weight: not what its rows add up to")
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One family of launches.
@@ -760,6 +832,21 @@ LAUNCHES: dict[str, Launch] = {
             "ignored": ("ignored", "valid", "all"),
             "bias": _FLAG,
             "factor": _FLAG,
+            "sum_dtype": (torch.bfloat16, torch.float32),
+            "low": (True, False),
+        },
+        lambda options: options["sum_dtype"] == torch.bfloat16 or not options["low"],
+        hopper=True,
+    ),
+    "panels": Launch(
+        launch_panels,
+        {
+            "rows": (150, 67),
+            "chunk": (96, 64),
+            "classes": (600, 257),
+            "hidden": (136, 264),
+            "ignored": ("ignored", "valid", "all"),
+            "smoothing": _FLAG,
             "sum_dtype": (torch.bfloat16, torch.float32),
             "low": (True, False),
         },
