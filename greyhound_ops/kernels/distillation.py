@@ -31,6 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
+from greyhound_ops.kernels.cross_entropy import LIVE_ROWS
+from greyhound_ops.kernels.panels import WIDTH, Panels, places
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Below any log2 probability that does not round to zero: takes the place of -inf where a difference
@@ -93,7 +96,7 @@ def _mixture(log_q, log_p, beta, rest, APPROXIMATE: tl.constexpr):
     return p, q, over_p, over_q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["panel_shift", "panels"])
 def distillation_kernel(
     student_ptr,  # [C, V], row stride student_stride, unit column stride; overwritten by WRITE_GRAD
     student_stride,
@@ -108,7 +111,12 @@ def distillation_kernel(
     grad_scale_ptr,  # scalar factor of the gradient, float32, or None
     row_scale_ptr,  # [C] factor of each row's gradient, or None
     row_scale_stride,
+    live_ptr,  # scalar int32, how many rows count of those that `live_start` numbers, or None
+    live_start,
     num_classes,
+    pitch,  # of panels: elements from one to the next, and how far they are moved on
+    panel_shift,
+    panels,
     ignore_index,
     scale_log2,  # log2(e) / temperature
     soft_factor,  # of the divergence's gradient: its weight over the temperature
@@ -116,12 +124,14 @@ def distillation_kernel(
     beta,
     rest,  # 1 - beta, from the host: in float32 it would be off by 1e-5 at beta = 0.999
     gain,
+    PANELS: tl.constexpr,  # the student's logits lie in panels
     KIND: tl.constexpr,  # "kl", "reverse_kl", "jsd", "tvd" or "cosine"
     HAS_TARGET: tl.constexpr,
     HARD: tl.constexpr,
     TEMPERED: tl.constexpr,  # the cross entropy's softmax is not Q
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     READ_STATISTICS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     APPROXIMATE: tl.constexpr,
@@ -151,10 +161,17 @@ def distillation_kernel(
                 tl.store(statistics_ptr + which * statistics_stride + row, 0.0)
         if WRITE_GRAD:
             # Zeros by store, not by a product with zero: these logits may be inf or NaN.
-            for block in range(0, blocks):
+            zeroed = blocks
+            if HAS_LIVE:
+                # The products end with the last block of LIVE_ROWS rows that holds one that counts.
+                read = tl.cdiv(tl.load(live_ptr) - live_start, LIVE_ROWS) * LIVE_ROWS
+                read = tl.maximum(read, tl.where(live_start == 0, LIVE_ROWS, 0))
+                zeroed = tl.where(row < read, blocks, 0)
+            for block in range(0, zeroed):
                 j = block * BLOCK + columns
+                at = places(j, pitch, panel_shift, panels, PANELS)
                 zeros = tl.zeros([LANES, PER_LANE], dtype=student_ptr.dtype.element_ty)
-                tl.store(student_ptr + j, zeros, mask=j < num_classes)
+                tl.store(student_ptr + at, zeros, mask=j < num_classes)
     else:
         # A target outside the row is never used as an offset; it poisons its row instead. One
         # that only says whether the row counts may be anything.
@@ -182,7 +199,7 @@ def distillation_kernel(
                 j = block * BLOCK + columns
                 inside = j < num_classes
                 s = tl.load(
-                    student_ptr + j,
+                    student_ptr + places(j, pitch, panel_shift, panels, PANELS),
                     mask=inside,
                     other=float("-inf"),
                     eviction_policy="evict_last",
@@ -234,7 +251,9 @@ def distillation_kernel(
         if HARD:
             log_sum_hard = tl.log2(sum_hard)
             if not READ_STATISTICS:
-                x = tl.load(student_ptr + tl.where(in_range, target, 0)).to(tl.float32)
+                of_target = tl.where(in_range, target, 0)
+                of_target = places(of_target, pitch, panel_shift, panels, PANELS)
+                x = tl.load(student_ptr + of_target).to(tl.float32)
                 # Not through the log-sum-exp: at logits of 1e4 its last bit is 1e-3.
                 hard_loss = LN_2 * log_sum_hard - (x - top_q)
                 tl.store(parts_ptr + parts_stride + row, hard_loss + poison)
@@ -250,7 +269,7 @@ def distillation_kernel(
                     j = (blocks - 1 - block) * BLOCK + columns
                     inside = j < num_classes
                     s = tl.load(
-                        student_ptr + j,
+                        student_ptr + places(j, pitch, panel_shift, panels, PANELS),
                         mask=inside,
                         other=float("-inf"),
                         eviction_policy="evict_last",
@@ -315,7 +334,7 @@ def distillation_kernel(
                 j = block * BLOCK + columns
                 inside = j < num_classes
                 s = tl.load(
-                    student_ptr + j,
+                    student_ptr + places(j, pitch, panel_shift, panels, PANELS),
                     mask=inside,
                     other=float("-inf"),
                     eviction_policy="evict_first",
@@ -358,7 +377,8 @@ def distillation_kernel(
                     at_one = tl.exp2((s - top_q) * LOG2_E - log_sum_hard) if TEMPERED else q
                     grad += hard * (at_one - tl.where(j == target, 1.0, 0.0))
                 if WRITE_GRAD:
-                    tl.store(student_ptr + j, grad.to(student_ptr.dtype.element_ty), mask=inside)
+                    at = places(j, pitch, panel_shift, panels, PANELS)
+                    tl.store(student_ptr + at, grad.to(student_ptr.dtype.element_ty), mask=inside)
             if KIND == "kl" and not READ_STATISTICS:
                 loss = LN_2 * tl.sum(losses, 0)
                 tl.store(parts_ptr + row, tl.where(loss < 0.0, 0.0, loss) + poison)
@@ -384,19 +404,21 @@ def _launch_shape(num_classes: int) -> tuple[int, int]:
     return block // PER_LANE, 4 if block <= 1024 else 16
 
 
-def _approximate(student: torch.Tensor) -> bool:
+def _approximate(student: torch.Tensor | Panels) -> bool:
     """Whether the hardware's logarithm will do: for 16-bit gradients, on NVIDIA's GPUs."""
     compiled = isinstance(distillation_kernel, triton.JITFunction)
     return compiled and student.dtype.itemsize == 2 and torch.version.cuda is not None
 
 
 def distillation(
-    student: torch.Tensor,
+    student: torch.Tensor | Panels,
     teacher: torch.Tensor,
     target: torch.Tensor | None,
     parts: torch.Tensor,
     statistics: torch.Tensor,
     *,
+    live: torch.Tensor | None = None,
+    live_start: int = 0,
     divergence: str,
     beta: float,
     temperature: float,
@@ -412,9 +434,9 @@ def distillation(
     """Write the losses and statistics of a chunk, and its gradient over the student's logits.
 
     Args:
-        student: ``[C, V]`` logits, unit column stride; holds ``soft_weight`` times the gradient of
-            the divergence plus ``hard_weight`` times that of the cross entropy afterwards if
-            ``write_grad``.
+        student: ``[C, V]`` logits, unit column stride, or panels; holds ``soft_weight`` times the
+            gradient of the divergence plus ``hard_weight`` times that of the cross entropy
+            afterwards if ``write_grad``.
         teacher: ``[C, V]`` logits, unit column stride, any dtype.
         target: ``[C]`` int64, or None if every row counts; needed with ``hard_weight``.
         parts: ``[2, C]`` out, float32, unit column stride: the divergence, and the cross entropy at
@@ -423,6 +445,10 @@ def distillation(
             ``read_statistics``): largest student logit, its sum of ``exp((s - top) / T)``, the same
             two of the teacher, the constant ``sum Q g``, and the student's sum at temperature 1.
             For the cosine the two sums are norms and the constant the cosine.
+        live: Scalar int32 on the device, with a target: how many rows of a call count, which come
+            first. Zeros are then written only as far as `LIVE_ROWS` of `kernels.cross_entropy`
+            says, since no product reads further.
+        live_start: Number, in the call, of the first row here.
         divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` (``beta`` strictly between 0 and 1),
             ``"tvd"`` or ``"cosine"``.
         beta: Weight of the teacher in the mixture of ``"jsd"``.
@@ -441,9 +467,15 @@ def distillation(
         return
     lanes, warps = _launch_shape(num_classes)
     cosine = divergence == "cosine"
+    pitch = panel_shift = panels = 0
+    if isinstance(student, Panels):
+        pitch, panel_shift, panels = student.pitch * WIDTH, student.shift, student.panels
+        values = student.begin
+    else:
+        values = student
     distillation_kernel[(rows,)](
-        student,
-        student.stride(0),
+        values,
+        values.stride(0),
         teacher,
         teacher.stride(0),
         target,
@@ -455,7 +487,12 @@ def distillation(
         grad_scale,
         row_scale,
         0 if row_scale is None else row_scale.stride(0),
+        live,
+        live_start,
         num_classes,
+        pitch,
+        panel_shift,
+        panels,
         ignore_index,
         LOG2_E.value / temperature,
         soft_weight if cosine else soft_weight / temperature,
@@ -463,12 +500,14 @@ def distillation(
         beta,
         1.0 - beta,
         gain,
+        PANELS=panels > 0,
         KIND=divergence,
         HAS_TARGET=target is not None,
         HARD=hard_weight != 0.0,
         TEMPERED=cosine or temperature != 1.0,
         HAS_GRAD_SCALE=grad_scale is not None,
         HAS_ROW_SCALE=row_scale is not None,
+        HAS_LIVE=live is not None,
         READ_STATISTICS=read_statistics,
         WRITE_GRAD=write_grad,
         APPROXIMATE=_approximate(student),

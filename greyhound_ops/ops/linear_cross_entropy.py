@@ -297,7 +297,7 @@ def _exponentials(
     del options["label_smoothing"]
     live = kernels = None
     if live_loop.worth_it(input, weight):
-        live = live_loop.LiveRows(target, row_loss.ignore_index)
+        live = live_loop.LiveRows(target, row_loss.ignore_index, input)
         kernels = products.Products(weight, bias, live.order, live.count)
     source = exponentials.Exponentials(
         input,
@@ -513,7 +513,7 @@ def _forward(
     deferred = defers_division(compute_dtype)
     live = None
     if live_loop.serves(rows, weight, made_now, compute_dtype):
-        live = live_loop.LiveRows(labels, ignore_index)
+        live = live_loop.LiveRows(labels, ignore_index, rows)
     loop = _forward_loop(
         rows,
         weight,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from greyhound_ops import validation
 from greyhound_ops.chunking import MIB, Budget
-from greyhound_ops.ops import gradients
+from greyhound_ops.ops import gradients, live_loop
 from greyhound_ops.ops.chunk_loop import (
     ChunkLoop,
     GradientNeeds,
@@ -70,6 +70,10 @@ STATISTICS = 6
 # gradients are 1 GiB, and the buffers a quarter of that. With a frozen head 1024 rows each, which
 # take 1.15 of the floor where 320 took 1.25 (docs/performance.md, "Distillation").
 CUDA_BUDGET = Budget(256 * MIB, 512 * MIB, 128 * MIB)
+
+# Teacher's logits where the student's lie in the memory of grad_weight: of the part that is read
+# and of the next, together.
+TEACHER_BYTES = 192 * MIB
 
 # Buffers of a chunk's size that the PyTorch path holds beside the student's logits.
 TORCH_PATH_BUFFERS = 6.0
@@ -333,6 +337,8 @@ class _Pair:
         chunk_size: Rows per chunk, or None for the plan.
         gain: Factor that the logits gradients carry.
         spare_fp16: As for `ChunkLoop`.
+        may_live: Whether `live_loop` may serve: not where a backward makes the gradients, from
+            logits that must be those of its forward to the last bit.
     """
 
     def __init__(
@@ -354,14 +360,25 @@ class _Pair:
         chunk_size: int | None,
         gain: float,
         spare_fp16: bool,
+        may_live: bool = False,
     ) -> None:
         # float64 stays with PyTorch on either side.
         wider = teacher_dtype if teacher_dtype == torch.float64 else compute_dtype
         self._triton = use_triton(wider, input.device.type)
         self._target, self._row_loss, self._needs = target, row_loss.resolved(), needs
+        self._live: live_loop.LiveRows | None = None
+        served = may_live and chunk_size is None and compute_dtype == teacher_dtype
+        if (
+            served
+            and live_loop.serves(input, weight, needs, compute_dtype)
+            and live_loop.projects(teacher_input, teacher_weight, teacher_dtype)
+        ):
+            self._live = live_loop.LiveRows(target, row_loss.ignore_index, input)
         beside = teacher_dtype.itemsize / compute_dtype.itemsize
         if not self._triton:
             beside = TORCH_PATH_BUFFERS
+        if self._live is not None:
+            beside = 0.0  # a teacher's part or two, whatever the student's chunk
         # Both in chunks of the same rows: products of one shape round alike, so that the logits of
         # identical models are identical. A teacher's chunk of a third gained nothing (H200).
         budget = CUDA_BUDGET if input.is_cuda else None
@@ -376,7 +393,8 @@ class _Pair:
             gain=gain,
             spare_fp16=spare_fp16,
             beside=beside,
-            may_keep_gradient=True,
+            may_keep_gradient=self._live is None,
+            live=self._live is not None,
             budget=backward_budget(
                 input.shape[0],
                 input.device.type,
@@ -420,6 +438,10 @@ class _Pair:
         Returns:
             grad_input, grad_weight and grad_bias, None where not wanted.
         """
+        if self._live is not None:
+            self._run_live(self._live, parts, statistics, grad_scale)
+            self._teacher.finish()
+            return self._student.finish()
         for start, stop in self._student.spans():
             logits = self._student.project(start, stop)
             grad_logits = self._rows(
@@ -440,16 +462,53 @@ class _Pair:
         self._teacher.finish()
         return self._student.finish()
 
+    def _run_live(
+        self,
+        live: live_loop.LiveRows,
+        parts: Tensor,
+        statistics: Tensor,
+        grad_scale: Tensor | None,
+    ) -> None:
+        """`run` where gradients are made now, without the rows that do not count."""
+        made, kept = torch.empty_like(parts), torch.empty_like(statistics)
+
+        def row_pass(start: int, stop: int, student: Any, teacher: Tensor) -> None:
+            self._rows(
+                student,
+                teacher,
+                None if live.labels is None else live.labels[start:stop],
+                made[:, start:stop],
+                kept[:, start:stop],
+                grad_scale=grad_scale,
+                row_scale=None,
+                gain=self._student.gain,
+                read_statistics=False,
+                write_grad=True,
+                live=live.count if live.may_skip else None,
+                live_start=start,
+            )
+
+        input, weight, bias = self._teacher.operands
+        row_bytes = 2 * weight.shape[0] * weight.element_size()
+        rows = max(TEACHER_BYTES // row_bytes // live_loop.TILE_ROWS, 1) * live_loop.TILE_ROWS
+        teacher = live_loop.Teacher(input, weight, bias, live, min(rows, input.shape[0]))
+        live_loop.run(self._student, live, row_pass, teacher)
+        parts.copy_(live.restore(made))
+        statistics.copy_(live.restore(kept))
+
     def _rows(
         self,
-        student: Tensor,
+        student: Any,
         teacher: Tensor,
         target: Tensor | None,
         parts: Tensor,
         statistics: Tensor,
         **kwargs: Any,
-    ) -> Tensor:
-        """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch."""
+    ) -> Any:
+        """Losses of a chunk and its logits gradient, by Triton (in place) or by PyTorch.
+
+        ``student`` is a tensor or, where Triton's kernels run, panels.
+        """
         if not self._triton:
             grad = _torch_rows(
                 student, teacher, target, parts, statistics, self._row_loss, **kwargs
@@ -532,6 +591,7 @@ def _forward(
         chunk_size=chunk_size,
         gain=fp16_gain(row_loss.resolved().gradient_scale) if deferred and made_now else 1.0,
         spare_fp16=True,
+        may_live=True,
     )
     parts = input.new_empty((2, num_rows), dtype=dtype)
     statistics = input.new_empty((STATISTICS, num_rows), dtype=dtype)

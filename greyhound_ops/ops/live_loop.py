@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from greyhound_ops.config import settings
-from greyhound_ops.ops.chunk_loop import ChunkLoop, GradientNeeds
+from greyhound_ops.ops.chunk_loop import ChunkLoop, GradientNeeds, padded_classes
 from greyhound_ops.ops.gradients import use_triton
 
 # Logits below this many bytes keep cuBLAS's products: this loop takes the host 5 to 6 ms a step of
@@ -65,6 +65,17 @@ def serves(input: Tensor, weight: Tensor, needs: GradientNeeds, compute_dtype: t
     """
     if not worth_it(input, weight) or not needs.weight or needs.bias:
         return False
+    return projects(input, weight, compute_dtype)
+
+
+def projects(input: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether the products of `kernels.products` take these operands.
+
+    Args:
+        input: ``[N, D]``.
+        weight: ``[V, D]``.
+        compute_dtype: Dtype of the products.
+    """
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return False
     if not use_triton(compute_dtype, input.device.type) or compute_dtype != torch.bfloat16:
@@ -79,27 +90,65 @@ class LiveRows:
     """The rows of a call that count, before those that do not; each kind in its own order.
 
     Args:
-        target: ``[N]``.
+        target: ``[N]``, or None if every row counts.
         ignore_index: Target of rows that do not count.
+        like: ``[N, D]``, on the device of the call.
 
     Attributes:
         order: ``[N]`` int64, original row of each.
-        labels: ``[N]`` int64, their targets.
+        labels: ``[N]`` int64, their targets, or None.
         count: Scalar int32 on the device: how many count.
+        may_skip: Whether some may not.
     """
 
-    def __init__(self, target: Tensor, ignore_index: int) -> None:
+    def __init__(self, target: Tensor | None, ignore_index: int, like: Tensor) -> None:
         from greyhound_ops.kernels import products
 
-        self.order, self.labels, self.count = products.compact(target, ignore_index)
+        self.labels: Any
+        self.may_skip = target is not None
+        if target is None:
+            self.order, self.labels = torch.arange(like.shape[0], device=like.device), None
+            # A fill, not a copy from the host, which would wait for the device.
+            self.count = torch.full((), like.shape[0], dtype=torch.int32, device=like.device)
+        else:
+            self.order, self.labels, self.count = products.compact(target, ignore_index)
 
     def take(self, values: Tensor) -> Tensor:
         """Values per row, in the order of the rows here: ``[..., N]``."""
-        return values.index_select(-1, self.order)
+        return values.index_select(-1, self.order) if self.may_skip else values
 
     def restore(self, values: Tensor) -> Tensor:
         """Values per row, back in their original order: ``[..., N]``."""
+        if not self.may_skip:
+            return values
         return torch.empty_like(values).index_copy_(-1, self.order, values)
+
+
+class Rows:
+    """Rows of an input in the order of a call, some at a time.
+
+    Args:
+        input: ``[N, D]``.
+        live: The rows that count.
+        most: Most rows at a time; their memory is made here, before any fork.
+    """
+
+    def __init__(self, input: Tensor, live: LiveRows, most: int) -> None:
+        from greyhound_ops.kernels import products
+
+        if input.stride(1) != 1:
+            input = input.contiguous()
+        self._input, self._room = input, None
+        if live.may_skip or not products.tma_ready(input):
+            self._room = input.new_empty((most, input.shape[1]))
+
+    def take(self, kernels: Any, start: int, stop: int) -> Tensor:
+        """Some rows ``[stop - start, D]``, which the next call writes over."""
+        if self._room is None:
+            return self._input[start:stop]
+        room = self._room[: stop - start]
+        kernels.gather(self._input, room, start)
+        return room
 
 
 class _Streams(threading.local):
@@ -168,17 +217,47 @@ class _Forked:
 
 
 # Loss and gradient of some rows: first row, row after the last and their logits ``[rows, V]``, a
-# tensor or panels; the gradient is written over them.
-RowPass = Callable[[int, int, Any], None]
+# tensor or panels; the gradient is written over them. With `Teacher` its logits come last.
+RowPass = Callable[..., None]
 
 
-def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
+class Teacher:
+    """Logits that a pass needs beside those of the loop: of one part, and room for the next.
+
+    Args:
+        input: ``[N, D_t]`` bf16.
+        weight: ``[V, D_t]`` bf16.
+        bias: ``[V]`` or None.
+        live: The rows of the call that count.
+        part_rows: Most rows of a part.
+    """
+
+    def __init__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, live: LiveRows, part_rows: int
+    ) -> None:
+        from greyhound_ops.kernels import products
+
+        self._kernels = products.Products(weight, bias, live.order, live.count)
+        self._rows = Rows(input, live, part_rows)
+        self._num_classes, self.part_rows = weight.shape[0], part_rows
+        padded = padded_classes(weight.shape[0], weight.dtype)
+        self._chunks = weight.new_empty((2, part_rows, padded))
+
+    def project(self, step: int, start: int, stop: int) -> Tensor:
+        """Logits ``[stop - start, V]`` of a part, which the next but one writes over."""
+        logits = self._chunks[step % 2, : stop - start, : self._num_classes]
+        self._kernels.logits(self._rows.take(self._kernels, start, stop), logits, start)
+        return logits
+
+
+def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass, teacher: Teacher | None = None) -> None:
     """Goes through all chunks of a loop and leaves the gradients where `ChunkLoop.finish` looks.
 
     Args:
         loop: The call's loop, made with ``live=True``.
         live: Its rows.
         row_pass: Called for each part; its rows are those of ``live``, not the original ones.
+        teacher: What its pass needs beside, or None.
 
     Memory: beside the chunk, the rows of one chunk in the order of ``live`` and two tiles of
     float32 partial sums a multiprocessor (33 MiB on an H200); a copy of the input if its columns
@@ -187,24 +266,26 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
     from greyhound_ops.kernels import products
 
     input, weight, bias = loop.operands
-    if input.stride(1) != 1:
-        input = input.contiguous()  # once, and before the fork
     kernels = products.Products(weight, bias, live.order, live.count)
     spans = loop.spans()
     most = max((stop - start for start, stop in spans), default=0)
-    rows = input.new_empty((most, input.shape[1]))
+    rows = Rows(input, live, most)
+    part_rows = None if teacher is None else teacher.part_rows
     parts = None
     if loop.grad_input is not None or loop.own_rows:
         parts = kernels.partial_sums()
     high, low = loop.live_sums()
-    layout = _InPlace(loop, kernels, high, parts) if loop.in_place else _InChunk(loop, kernels)
+    layout: _InPlace | _InChunk = _InChunk(loop, kernels, part_rows)
+    if loop.in_place:
+        layout = _InPlace(loop, kernels, high, parts, part_rows)
     fork = _Forked(input.device)
     with fork.joined():
         for start, stop in spans:
-            here = rows[: stop - start]
-            kernels.gather(input, here, start)
+            here = rows.take(kernels, start, stop)
             cuts = layout.cuts(start, stop)
-            projected, passed = [], []
+            projected: list[Any] = []
+            passed: list[Any] = []
+            beside: list[tuple[Tensor, ...]] = []
             # A part's pass is queued behind the next part's projection, which it then runs beside:
             # queued first, it would take the multiprocessors and run alone. Its gradient product
             # comes one projection later still, and not behind all of them: where few rows count,
@@ -213,10 +294,18 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
                 if step < len(cuts):
                     at, end, chunk = cuts[step]
                     kernels.logits(here[at:end], chunk, start + at)
+                    if teacher is None:
+                        beside.append(())
+                    else:
+                        if step >= 2:  # which reads what is written over now
+                            fork.wait(passed[step - 2])
+                        beside.append((teacher.project(step, start + at, start + end),))
                     projected.append(fork.mark())
                 if 0 <= step - 1 < len(cuts):
                     at, end, chunk = cuts[step - 1]
-                    work = functools.partial(row_pass, start + at, start + end, chunk)
+                    work = functools.partial(
+                        row_pass, start + at, start + end, chunk, *beside[step - 1]
+                    )
                     passed.append(fork.run_pass(projected[step - 1], work))
                 if step >= 2:
                     at, end, chunk = cuts[step - 2]
@@ -226,23 +315,25 @@ def run(loop: ChunkLoop, live: LiveRows, row_pass: RowPass) -> None:
             layout.fold_head(here, high, low, start)
 
 
-def _part_rows(rows: int, all_rows: int) -> int:
+def _part_rows(rows: int, all_rows: int, most: int | None) -> int:
     """Rows of a part of some rows, of a chunk of all rows; parts are of nearly equal size."""
-    most = LARGE_PART_ROWS if all_rows > LARGE_PART_ROWS else PART_ROWS
+    if most is None:
+        most = LARGE_PART_ROWS if all_rows > LARGE_PART_ROWS else PART_ROWS
     return -(-rows // -(-rows // most) // TILE_ROWS) * TILE_ROWS
 
 
 class _InChunk:
     """Logits of a chunk in memory of its own, row by row."""
 
-    def __init__(self, loop: ChunkLoop, kernels: Any) -> None:
-        self._loop, self._kernels = loop, kernels
+    def __init__(self, loop: ChunkLoop, kernels: Any, part_rows: int | None) -> None:
+        self._loop, self._kernels, self._part_rows = loop, kernels, part_rows
 
     def cuts(self, start: int, stop: int) -> list[tuple[int, int, Any]]:
         """First row of every part, row after its last, and its logits."""
         self._chunk = self._loop.buffer(start, stop)
         rows = stop - start
         size = LARGE_PART_ROWS if rows > LARGE_PART_ROWS else PART_ROWS
+        size = self._part_rows or size
         cuts = [(at, min(at + size, rows)) for at in range(0, rows, size)]
         return [(at, end, self._chunk[at:end]) for at, end in cuts]
 
@@ -259,10 +350,18 @@ class _InChunk:
 class _InPlace:
     """Logits of the first rows where the head's gradient goes, those of others in a chunk."""
 
-    def __init__(self, loop: ChunkLoop, kernels: Any, high: Tensor, spare: Tensor | None) -> None:
+    def __init__(
+        self,
+        loop: ChunkLoop,
+        kernels: Any,
+        high: Tensor,
+        spare: Tensor | None,
+        part_rows: int | None,
+    ) -> None:
         from greyhound_ops.kernels import panels
 
         self._loop, self._kernels, self._spare = loop, kernels, spare
+        self._part_rows = part_rows
         self._num_classes = high.shape[0]
         self._gradient = None
         beside = high
@@ -289,7 +388,7 @@ class _InPlace:
             if memory is None:
                 continue
             rows = memory.num_rows
-            size = _part_rows(rows, stop - start)
+            size = _part_rows(rows, stop - start, self._part_rows)
             for at in range(0, rows, size):
                 end = min(at + size, rows)
                 cuts.append((before + at, before + end, memory.part(at, end)))

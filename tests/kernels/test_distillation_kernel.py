@@ -9,7 +9,9 @@ from torch import Tensor
 
 from greyhound_ops import config, reference
 from greyhound_ops.functional import chunked_linear_distillation
+from greyhound_ops.kernels import products
 from greyhound_ops.kernels.distillation import distillation
+from greyhound_ops.ops import linear_distillation, live_loop
 from greyhound_ops.ops.linear_distillation import STATISTICS, _RowLoss, _torch_rows
 from greyhound_ops.testing import assert_within_budget
 from samples import REDUCTIONS, SLACK, dtype_id, interpreter_slack
@@ -315,3 +317,134 @@ def test_op(divergence: str, reduction: str, kernel_device: torch.device) -> Non
         ("loss", "grad_input", "grad_weight", "grad_bias"), ours, plain, truth, strict=True
     ):
         assert_within_budget(name, value, at_dtype, exact, slack=1e-6 if name == "loss" else slack)
+
+
+# ------------------------------------------------------ logits where the student's gradient will be
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("rows", "accum", "weight_dtype", "budget", "divergence"),
+    [
+        (100, "fp32", torch.bfloat16, None, "jsd"),  # all of them in the gradient's memory
+        (200, "fp32", torch.bfloat16, None, "kl"),  # some beside it, in the same product
+        (330, "fp32", torch.bfloat16, 2**15, "reverse_kl"),  # several chunks, two halves of a sum
+        (330, "weight", torch.bfloat16, 2**15, "tvd"),
+        (330, "fp32", torch.float32, 2**15, "cosine"),  # a gradient of twice the bytes
+    ],
+)
+def test_logits_in_the_students_gradient(
+    rows: int,
+    accum: str,
+    weight_dtype: torch.dtype,
+    budget: int | None,
+    divergence: str,
+    share: float | None,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    classes, hidden = 500, 136
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    # Two buffers of 128 rows, so that the third part takes the first one's.
+    monkeypatch.setattr(linear_distillation, "TEACHER_BYTES", 2 * 128 * classes * 2)
+    # Few panels at a time, so that products are written over logits that others have read.
+    monkeypatch.setattr(products.Products, "spare_panels", lambda *_: 2)
+    calls = counted_runs(monkeypatch)
+    shapes = (rows, hidden), (classes, hidden), (rows, 72), (classes, 72), (classes,)
+    tensors = [torch.randn(shape, device=kernel_device).to(weight_dtype) for shape in shapes]
+    target = None
+    if share is not None:
+        target = torch.randint(0, classes, (rows,), device=kernel_device)
+        target[torch.rand(rows, device=kernel_device) < share] = -100
+    options = {
+        "divergence": divergence, "beta": 0.3, "temperature": 2.0,
+        "hard_weight": 0.0 if share is None else 0.4,
+    }  # fmt: skip
+
+    def run(function: Any, tensors: list[Tensor], **more: Any) -> list[Tensor]:
+        input, weight, teacher_input, teacher_weight, teacher_bias = tensors
+        leaves = [each.detach().requires_grad_() for each in (input, weight)]
+        loss = function(
+            *leaves, teacher_input, teacher_weight, target, None, teacher_bias, **options, **more
+        )
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 1.7))]
+
+    autocast = torch.autocast(
+        kernel_device.type, torch.bfloat16, enabled=weight_dtype != torch.bfloat16
+    )
+    with config.override(kernels="triton", chunk_budget_bytes=budget), autocast:
+        ours = run(chunked_linear_distillation, tensors, grad_weight_accum_dtype=accum)
+    assert calls == [1]
+    if share == 1.0:
+        assert not any(each.any() for each in ours)
+        return
+    with autocast:
+        plain = run(reference.linear_distillation, tensors)
+    exact = run(reference.linear_distillation, [each.bfloat16().double() for each in tensors])
+    chunks = 1 if budget is None or accum == "fp32" else 5
+    slack = SLACK[torch.bfloat16] * chunks**0.5 + interpreter_slack(torch.bfloat16)
+    names = ("loss", "grad_input", "grad_weight")
+    for name, one, other, truth in zip(names, ours, plain, exact, strict=True):
+        assert_within_budget(name, one, other, truth, slack=slack)
+    if target is not None:
+        assert not ours[1][target == -100].any()
+
+
+def test_a_teacher_equal_to_the_student_in_its_gradients_memory(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Products of one kind: the logits are the same to the last bit.
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    calls = counted_runs(monkeypatch)
+    input = torch.randn(200, 136, device=kernel_device).bfloat16().requires_grad_()
+    weight = torch.randn(500, 136, device=kernel_device).bfloat16().requires_grad_()
+    with config.override(kernels="triton"):
+        loss = chunked_linear_distillation(input, weight, input.detach(), weight.detach())
+    grads = torch.autograd.grad(loss, (input, weight))
+    assert calls == [1]
+    assert not loss
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_size": 64},
+        {"reduction": "none"},
+        {"teacher_dtype": torch.float32},
+        {"bias": True},
+        {"frozen": True},
+    ],
+    ids=str,
+)
+def test_calls_whose_logits_lie_elsewhere(
+    change: dict[str, Any], kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    calls = counted_runs(monkeypatch)
+    change = dict(change)
+    dtype = change.pop("teacher_dtype", torch.bfloat16)
+    learns = not change.pop("frozen", False)
+    input = torch.randn(30, 136, device=kernel_device).bfloat16().requires_grad_()
+    weight = torch.randn(40, 136, device=kernel_device).bfloat16().requires_grad_(learns)
+    teacher = [torch.randn(size, 72, device=kernel_device, dtype=dtype) for size in (30, 40)]
+    bias = torch.zeros(40, device=kernel_device).bfloat16() if change.pop("bias", False) else None
+    if bias is not None:
+        bias.requires_grad_()
+    with config.override(kernels="triton"):
+        loss = chunked_linear_distillation(input, weight, *teacher, None, bias, **change)
+        loss.sum().backward()
+    assert not calls
+
+
+def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the runs of the loop that leaves out rows."""
+    calls: list[int] = []
+    original = live_loop.run
+
+    def run(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        original(*args, **options)
+
+    monkeypatch.setattr(live_loop, "run", run)
+    return calls

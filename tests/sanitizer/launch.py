@@ -663,26 +663,42 @@ def launch_panels(device: torch.device, options: Options) -> None:
                 continue
             end = at + part.num_rows
             kernels.logits(here[at - start : end - start], part, at)
-            cross_entropy_kernels.cross_entropy(
-                part,
-                labels[at:end],
-                buffers.output("loss", part.num_rows),
-                buffers.output("statistics", 2, part.num_rows),
-                class_weight=None,
-                class_weight_sum=None,
-                grad_scale=None,
-                row_scale=None,
-                live=live,
-                live_start=at,
-                ignore_index=IGNORED,
-                label_smoothing=0.1 if options["smoothing"] else 0.0,
-                z_loss=0.0,
-                logit_scale=1.0,
-                softcap=None,
-                gain=1.0,
-                read_statistics=False,
-                write_grad=True,
-            )
+            live_options = {"live": live, "live_start": at, "ignore_index": IGNORED, "gain": 1.0}
+            scales = {"grad_scale": None, "row_scale": None}
+            flags = {"read_statistics": False, "write_grad": True}
+            if options["loss"] == "distillation":
+                count = part.num_rows
+                distillation_kernels.distillation(
+                    part,
+                    buffers.uniform("teacher", count, classes, dtype=bf16, low=-1),
+                    labels[at:end],
+                    buffers.output("parts", 2, count),
+                    buffers.output("statistics", 6, count),
+                    divergence="jsd",
+                    beta=0.3,
+                    temperature=2.0,
+                    soft_weight=0.7,
+                    hard_weight=0.3,
+                    **live_options,
+                    **scales,
+                    **flags,
+                )
+            else:
+                cross_entropy_kernels.cross_entropy(
+                    part,
+                    labels[at:end],
+                    buffers.output("loss", part.num_rows),
+                    buffers.output("statistics", 2, part.num_rows),
+                    class_weight=None,
+                    class_weight_sum=None,
+                    label_smoothing=0.1 if options["loss"] == "smoothed" else 0.0,
+                    z_loss=0.0,
+                    logit_scale=1.0,
+                    softcap=None,
+                    **live_options,
+                    **scales,
+                    **flags,
+                )
             for cut, last in kernels.pieces(part.num_rows):
                 parts = poison_(kernels.partial_sums())
                 kernels.grad_input(part.part(cut, last), parts, at + cut)
@@ -846,7 +862,7 @@ LAUNCHES: dict[str, Launch] = {
             "classes": (600, 257),
             "hidden": (136, 264),
             "ignored": ("ignored", "valid", "all"),
-            "smoothing": _FLAG,
+            "loss": ("cross_entropy", "smoothed", "distillation"),
             "sum_dtype": (torch.bfloat16, torch.float32),
             "low": (True, False),
         },
