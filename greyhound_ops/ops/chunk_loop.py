@@ -429,7 +429,8 @@ class ChunkLoop:
         self._weight = (copy if copy.dtype == compute_dtype else weight).to(compute_dtype)
         if 1 not in self._weight.stride() and self._weight.numel() > 1:
             self._weight = self._weight.contiguous()  # once, not once a chunk inside the product
-        self._bias = None if bias is None else bias.to(compute_dtype)
+        # Kernels read a bias without strides: one number expanded, or a column, would be another.
+        self._bias = None if bias is None else bias.to(compute_dtype).contiguous()
         num_classes = weight.shape[0]
         accum_dtype = accumulator_dtype(weight.dtype, compute_dtype, accum)
         self._stored_dtype = stored_weight_dtype(weight.dtype, compute_dtype, accum)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from greyhound_ops import config
-from greyhound_ops.functional import chunked_linear_cross_entropy
+from greyhound_ops.functional import chunked_linear_cross_entropy, chunked_linear_log_probs
 from greyhound_ops.kernels import products
 from greyhound_ops.ops import live_loop
 from greyhound_ops.reference import linear_cross_entropy as reference
@@ -191,6 +191,40 @@ def test_loop_equals_the_reference(
     for name, one, other, truth in zip(names, ours, plain, exact, strict=True):
         assert_within_budget(name, one, other, truth, slack=slack)
     assert not ours[1][target == IGNORED].any()
+
+
+@pytest.mark.fault("B74")
+@pytest.mark.parametrize("call", ["learning head", "frozen head", "loss alone", "log_probs"])
+@pytest.mark.parametrize("layout", ["expanded", "strided"])
+def test_a_bias_with_strides(
+    call: str, layout: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernels read a bias as if it had none.
+    monkeypatch.setattr(live_loop, "LEAST_LOGITS_BYTES", 0)
+    rows, classes, hidden = 130, 300, 64
+    input = torch.randn(rows, hidden, device=kernel_device).bfloat16().requires_grad_()
+    weight = torch.randn(classes, hidden, device=kernel_device).bfloat16()
+    weight.requires_grad_(call == "learning head")
+    bias = {
+        "expanded": torch.randn(1, device=kernel_device).bfloat16().expand(classes),
+        "strided": torch.randn(classes, 2, device=kernel_device).mul(3.0).bfloat16()[:, 1],
+    }[layout]
+    target = torch.randint(0, classes, (rows,), device=kernel_device)
+    function: Callable[..., Tensor] = chunked_linear_cross_entropy
+    if call == "log_probs":
+        function = chunked_linear_log_probs
+
+    def run(bias: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(call.endswith("head")):
+            loss = function(input, weight, target, bias)
+        if not call.endswith("head"):
+            return [loss]
+        leaves = [each for each in (input, weight) if each.requires_grad]
+        return [loss, *torch.autograd.grad(loss, leaves)]
+
+    with config.override(kernels="triton"):
+        ours, dense = run(bias), run(bias.contiguous())
+    assert all(map(torch.equal, ours, dense))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
