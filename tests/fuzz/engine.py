@@ -14,11 +14,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from greyhound_ops import config
+from greyhound_ops.ops import live_loop
 from greyhound_ops.testing import relative_error
 from samples import SLACK, dtype_id
 
@@ -290,13 +292,17 @@ def write_figures() -> None:
 
 @contextlib.contextmanager
 def kernels_of(case: Case, device: torch.device) -> Iterator[bool]:
-    """Kernels as the case says: PyTorch's or, interpreted where there is no GPU, Triton's."""
+    """Kernels as the case says: PyTorch's or, interpreted where there is no GPU, Triton's.
+
+    On a GPU ``"triton"`` has small logits take what is otherwise for large ones.
+    """
     triton = case.get("kernels") == "triton" and case["dtype"] != torch.float64
-    if device.type == "cuda":
-        yield False
-        return
-    with config.override(kernels="triton" if triton else "torch"):
-        yield triton
+    options: dict[str, Any] = {"chunk_budget_bytes": case.get("budget")}
+    if device.type != "cuda":
+        options["kernels"] = "triton" if triton else "torch"
+    least = 0 if triton else live_loop.LEAST_LOGITS_BYTES
+    with mock.patch.object(live_loop, "LEAST_LOGITS_BYTES", least), config.override(**options):
+        yield triton and device.type != "cuda"
 
 
 def judge(family: str, problem: Problem, case: Case) -> None:

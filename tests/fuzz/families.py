@@ -46,6 +46,25 @@ HEAD: Axes = {
 }  # fmt: skip
 
 
+MOSTLY_DENSE = ("contiguous",) * 4 + ("padded", "transposed", "offset")
+
+#: Heads that Hopper's products serve, with rows beyond the ones that the gradient's memory holds.
+MANY_ROWS: Axes = {
+    "rows": ((200,), (130,), (330,), (3, 70), (64,)),
+    "hidden": (136, 264, 128, 16),
+    "classes": (500, 129, 257, 384),
+    "dtype": (torch.bfloat16,) * 4 + (torch.float32,),
+    "bias": (False, False, False, True),
+    "weight_layout": MOSTLY_DENSE,
+    "frozen": ((), (), ("bias",), ("input",), ("input", "bias")),
+    "chunk_size": (None,) * 5 + (100,),
+    "budget": (None, 2**15),
+    "accum": ("fp32",),
+    "reduction": ("mean", "sum"),
+    "kernels": ("torch",) * 7 + ("triton",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What may be drawn, and the problem that a draw stands for.
@@ -762,3 +781,16 @@ FAMILIES: dict[str, Family] = {
         permutes=False,
     ),
 }  # fmt: skip
+FAMILIES |= {
+    f"{name}_many_rows": dataclasses.replace(
+        FAMILIES[name], axes={**FAMILIES[name].axes, **MANY_ROWS, **more}
+    )
+    for name, more in {
+        "linear_cross_entropy": {"lse": (None, None, None, "random")},
+        "linear_distillation": {
+            "teacher_hidden": (72, 136, 16, 5),
+            "teacher_dtype": (None,) * 5 + (torch.float32,),
+            "teacher_layout": MOSTLY_DENSE,
+        },
+    }.items()
+}
